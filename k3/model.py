@@ -1,0 +1,134 @@
+"""The K3 text model: embedding, decoder layers, output mix, head. The same class serves one rank and a thousand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import K3Config
+from k3.kda import KDA, ShortConv
+from k3.layers import RMSNorm, linear
+from k3.loss import lm_loss, shift_labels
+from k3.moe import Router, StackedExperts
+from k3.residual import DecoderLayer, mix
+
+INIT_STD = 0.02
+
+
+class Decoder(nn.Module):
+    """The layers of one pipeline stage; the first stage has the embedding, the last one the output mix and norm."""
+
+    def __init__(self, config: K3Config, layer_indices: Sequence[int], first: bool, last: bool, *, device, dtype):
+        super().__init__()
+        D, eps, factory = config.hidden_size, config.rms_norm_eps, {"device": device, "dtype": dtype}
+        if first:
+            self.embed_tokens = nn.Embedding(config.vocab_size, D, padding_idx=config.pad_token_id, **factory)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i, **factory) for i in layer_indices})
+        if last:
+            self.output_attn_res_norm, self.output_attn_res_proj = RMSNorm(D, eps, **factory), linear(D, 1, **factory)
+            self.norm = RMSNorm(D, eps, **factory)
+
+    def forward(self, prefix: Tensor, bank: Sequence[Tensor], layout=None, cache=None) -> tuple[Tensor, list[Tensor]]:
+        """Run this stage's layers on the residual state."""
+        bank = list(bank)
+        for layer in self.layers.values():
+            prefix, bank = layer(prefix, bank, layout=layout, cache=cache)
+        return prefix, bank
+
+    def output(self, prefix: Tensor, bank: Sequence[Tensor]) -> Tensor:
+        """The head's input: the last mix over depth, normalised."""
+        return self.norm(mix(prefix, bank, self.output_attn_res_proj, self.output_attn_res_norm))
+
+
+class K3Model(nn.Module):
+    """Kimi K3's text backbone; `state_dict` keys are the public checkpoint's, with routed experts stacked."""
+
+    def __init__(self, config: K3Config, parallel=None, *, device=None, dtype=None):
+        super().__init__()
+        self.config, self.parallel = config, parallel
+        self.first_stage = parallel is None or parallel.pp_is_first
+        self.last_stage = parallel is None or parallel.pp_is_last
+        everything = range(config.num_hidden_layers)
+        self.layer_indices = list(everything if parallel is None else parallel.layer_indices(config))
+        factory = {"device": device, "dtype": dtype}
+        decoder = Decoder(config, self.layer_indices, self.first_stage, self.last_stage, **factory)
+        self.language_model = nn.ModuleDict({"model": decoder})
+        if self.last_stage:
+            self.language_model["lm_head"] = linear(config.hidden_size, config.vocab_size, **factory)
+        self.loss_fn = lm_loss
+        self.reset_parameters()
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.language_model["model"]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        layout=None,
+        cache=None,
+        shift_labels: bool = False,
+    ) -> dict[str, Tensor | None]:
+        """input_ids, labels, loss_mask [B, T] -> {"logits": [B, T, vocab], "loss": scalar or None}."""
+        if layout is not None:
+            layout.check(input_ids)
+        prefix, bank = self.decoder(self.embed(input_ids), [], layout=layout, cache=cache)
+        logits = self.head(prefix, bank)
+        return {"logits": logits, "loss": self.loss(logits, labels, loss_mask, layout, shift_labels)}
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.decoder.embed_tokens(input_ids)
+
+    def head(self, prefix: Tensor, bank: Sequence[Tensor]) -> Tensor:
+        return self.language_model["lm_head"](self.decoder.output(prefix, bank))
+
+    def loss(self, logits: Tensor, labels: Tensor | None, loss_mask=None, layout=None, shift: bool = False):
+        """The loss of aligned labels, or of labels equal to the ids if `shift`; None without labels."""
+        if labels is None:
+            return None
+        if shift:
+            labels = shift_labels(labels, layout.cu_seqlens if layout is not None else None)
+        return self.loss_fn(logits, labels, loss_mask)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every parameter (spec c.9); draws nothing on the meta device."""
+        for module in self.modules():
+            initialize(module)
+        for layer in self.decoder.layers.values():
+            nn.init.zeros_(layer.self_attention_res_proj.weight)
+            nn.init.zeros_(layer.mlp_res_proj.weight)
+        if self.last_stage:
+            nn.init.zeros_(self.decoder.output_attn_res_proj.weight)
+
+
+def initialize(module: nn.Module) -> None:
+    """Linear, embedding, router and experts N(0, 0.02); the report's A_log = 0; dt_bias as in Mamba-2.
+
+    The vendor's class draws A_log from log U(1, 16), which the bounded gate turns into no decay at all for a dt_bias
+    of Mamba-2's size; it is an inference reference, so training follows the report. The pseudo-queries of the
+    Attention Residuals start at zero, as in their paper: every mix begins as a plain mean.
+    """
+    match module:
+        case nn.Linear() | Router():
+            nn.init.normal_(module.weight, std=INIT_STD)
+        case nn.Embedding():
+            nn.init.normal_(module.weight, std=INIT_STD)
+            if module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
+        case StackedExperts():
+            for weight in (module.w1, module.w2, module.w3):
+                nn.init.normal_(weight, std=INIT_STD)
+        case ShortConv():
+            bound = module.weight.shape[-1] ** -0.5  # torch's own default for a depthwise Conv1d
+            nn.init.uniform_(module.weight, -bound, bound)
+        case KDA():
+            module.A_log.zero_()
+            nn.init.uniform_(module.dt_bias, math.log(1e-3), math.log(1e-1))
+            dt = module.dt_bias.exp()
+            module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt

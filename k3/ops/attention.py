@@ -1,0 +1,68 @@
+"""Causal attention with unequal key and value widths, over whole sequences or packed documents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from k3.paths import announce
+from k3.precision import at_least_fp32
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(q k^T / sqrt(K) + causal) v; the naive twin is the backend "torch_eager" (spec c.4).
+
+    q [B, T, H, K]; k [B, S, H, K]; v [B, S, H, V], key s standing at position s. Without `q_positions` the queries
+    are the last T positions. q_positions [T]: the position of each query, for shards of a sequence.
+    cu_seqlens [N+1]: documents packed in one row (B == 1); attention stays inside a document.
+    backend: "torch_eager", "torch_sdpa" or "auto" (eager on CPU, where it is the definition). Returns [B, T, H, V].
+    """
+    backend = ("torch_eager" if q.device.type == "cpu" else "torch_sdpa") if backend == "auto" else backend
+    if backend not in _BACKENDS:
+        raise ValueError(f"attention backend={backend!r} is unknown; use one of auto, {', '.join(_BACKENDS)}")
+    run = _BACKENDS[backend]
+    if cu_seqlens is None or q_positions is not None:
+        return run(q, k, v, _mask(q, k, q_positions, cu_seqlens))
+    bounds = cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return torch.cat([run(q[:, s], k[:, s], v[:, s], _mask(q[:, s], k[:, s], None, None)) for s in spans], dim=1)
+
+
+def _mask(q: Tensor, k: Tensor, q_positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """[T, S] bool, true where a query may look."""
+    T, S = q.shape[1], k.shape[1]
+    keys = torch.arange(S, device=q.device)
+    queries = torch.arange(S - T, S, device=q.device) if q_positions is None else q_positions
+    allowed = queries[:, None] >= keys
+    if cu_seqlens is None:
+        return allowed
+    ends = cu_seqlens[1:].to(keys.dtype)
+    document = torch.searchsorted(ends, queries, right=True)[:, None] == torch.searchsorted(ends, keys, right=True)
+    return allowed & document
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """The vendor's order: product and scale in the activation dtype, softmax in fp32, probabilities cast back."""
+    announce("torch.attention_eager")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, K]
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    scores = at_least_fp32(scores).masked_fill(~allowed, float("-inf"))
+    return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    announce("torch.sdpa")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+
+
+_BACKENDS = {"torch_eager": _eager, "torch_sdpa": _sdpa}

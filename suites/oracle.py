@@ -63,9 +63,9 @@ def l2_norm(x):
     return x / (x.pow(2).sum(-1, keepdim=True) + LATENT_EPS).sqrt()
 
 
-def delta_rule(q, k, v, log_decay, beta):
+def delta_rule(q, k, v, log_decay, beta, state=None):
     """q, k, log_decay [B, T, H, K], v [B, T, H, V], beta [B, T, H] -> outputs [B, T, H, V], state [B, H, K, V]."""
-    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if state is None else state
     outputs = []
     for t in range(q.shape[1]):
         state = log_decay[:, t].exp().unsqueeze(-1) * state

@@ -100,6 +100,6 @@ def draw(text_config, seed: int) -> dict[str, torch.Tensor]:
             return 1 + 0.3 * normal(shape)
         if name.endswith(("bias", "conv1d.weight", "_res_proj.weight", "embed_tokens.weight")):
             return 0.5 * normal(shape)
-        return 1.4 * normal(shape) / shape[-1] ** 0.5
+        return normal(shape) / shape[-1] ** 0.5
 
     return {name: one(name, shape) for name, shape in shapes(text_config).items()}

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-# public text_config name -> K3Config name
-TEXT = {
-    name: name
-    for name in (
-        "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size "
-        "max_position_embeddings rms_norm_eps hidden_act activation_situ_beta activation_situ_linear_beta q_lora_rank "
-        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim mla_use_nope mla_use_output_gate attn_res_block_size "
-        "first_k_dense_replace moe_intermediate_size routed_expert_hidden_size num_experts num_experts_per_token "
-        "num_shared_experts moe_router_activation_func moe_renormalize routed_scaling_factor num_expert_group topk_group "
-        "topk_method use_grouped_topk latent_moe_use_norm moe_layer_freq pad_token_id"
-    ).split()
-}
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# text_config fields with a role, named alike in K3Config
+TEXT = _words("""
+    num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size
+    max_position_embeddings rms_norm_eps hidden_act activation_situ_beta activation_situ_linear_beta q_lora_rank
+    kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim mla_use_nope mla_use_output_gate attn_res_block_size
+    first_k_dense_replace moe_intermediate_size routed_expert_hidden_size num_experts num_experts_per_token
+    num_shared_experts moe_router_activation_func moe_renormalize routed_scaling_factor num_expert_group topk_group
+    topk_method use_grouped_topk latent_moe_use_norm moe_layer_freq pad_token_id
+    initializer_range
+""")
+# linear_attn_config field -> K3Config field
 LINEAR_ATTENTION = {
     "kda_layers": "kda_layers",
     "full_attn_layers": "full_attention_layers",
@@ -30,26 +34,27 @@ LINEAR_ATTENTION = {
     "gate_lower_bound": "kda_gate_lower_bound",
     "use_full_rank_gate": "kda_use_full_rank_gate",
 }
-# mapped, but stored without effect in the vendor's code: may be missing
-OPTIONAL = {"max_position_embeddings", "topk_method", "use_grouped_topk", "num_key_value_heads", "pad_token_id"}
+# stored without effect in the vendor's code, so a config may leave them out
+OPTIONAL = _words("""
+    max_position_embeddings topk_method use_grouped_topk num_key_value_heads pad_token_id initializer_range
+""")
 
-# text_config fields that change nothing in the forward pass, whatever they hold
-INERT_TEXT = set(
-    "architectures auto_map model_type dtype torch_dtype _name_or_path transformers_version use_cache bos_token_id "
-    "eos_token_id initializer_range bad_words_ids begin_suppress_tokens chunk_size_feed_forward decoder_start_token_id "
-    "diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
-    "finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id is_decoder length_penalty max_length "
-    "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
-    "output_hidden_states output_scores prefix problem_type remove_invalid_values repetition_penalty return_dict "
-    "return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss "
-    "tokenizer_class top_k top_p torchscript typical_p use_bfloat16 _attn_implementation rope_theta head_dim".split()
-)
-INERT_TOP = set(
-    "architectures auto_map model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id transformers_version "
-    "image_placeholder media_placeholder_token_id vision_config use_cache _name_or_path return_dict "
-    "output_hidden_states output_attentions id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder "
-    "architectures _attn_implementation _golden".split()
-)
+# fields that change nothing in the forward pass, whatever they hold; so does any field that begins with "_"
+INERT_TEXT = _words("""
+    architectures auto_map model_type dtype torch_dtype transformers_version use_cache bos_token_id eos_token_id
+    bad_words_ids begin_suppress_tokens chunk_size_feed_forward decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id is_decoder length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores prefix problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tokenizer_class top_k top_p torchscript typical_p use_bfloat16 rope_theta head_dim
+""")
+INERT_TOP = _words("""
+    architectures auto_map model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id transformers_version
+    image_placeholder media_placeholder_token_id vision_config use_cache return_dict output_hidden_states
+    output_attentions id2label label2id problem_type chunk_size_feed_forward
+""")
 # fields that would change the model; the one value that does not
 REFUSED_UNLESS = {
     "tie_word_embeddings": False,
@@ -147,12 +152,13 @@ def to_fields(public: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"model_type={kind!r} with fields {keys} is not kimi_k3 with a nested text_config"]
     text = public["text_config"]
     linear = text.get("linear_attn_config")
-    values, found = _mapped(text, TEXT, "text_config")
+    values, found = _mapped(text, dict(zip(TEXT, TEXT, strict=True)), "text_config")
     if isinstance(linear, Mapping):
         more, also = _mapped(linear, LINEAR_ATTENTION, "linear_attn_config")
         values, found = values | more, [*found, *also, *_strangers(linear, LINEAR_ATTENTION, "linear_attn_config")]
     else:
         found.append("text_config.linear_attn_config is missing; the KDA layers are described there")
+    values.setdefault("pad_token_id", None)
     known = {*TEXT, *INERT_TEXT, *REFUSED_UNLESS, "linear_attn_config", "quantization_config"}
     top_known = {*INERT_TOP, *REFUSED_UNLESS, "text_config", "quantization_config"}
     return values, [
@@ -164,13 +170,22 @@ def to_fields(public: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
-def from_fields(values: Mapping[str, Any], source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The public form of `values`, over a copy of the form they came from."""
+def from_fields(
+    values: Mapping[str, Any], source: Mapping[str, Any] | None, quantized: bool | None = None
+) -> dict[str, Any]:
+    """The public form of `values`, over a copy of the form they came from.
+
+    quantized: True writes the published quantization_config, False leaves it out, None keeps what was there.
+    """
     public = copy.deepcopy(dict(source or PUBLIC_SHELL))
     text = public["text_config"]
-    text.update({name: values[ours] for name, ours in TEXT.items()})
+    text.update({name: values[name] for name in TEXT})
     text["linear_attn_config"].update({name: _plain(values[ours]) for name, ours in LINEAR_ATTENTION.items()})
     public["pad_token_id"] = values["pad_token_id"]
+    if quantized is not None:
+        text.pop("quantization_config", None)
+    if quantized:
+        text["quantization_config"] = copy.deepcopy(PUBLISHED_QUANTIZATION)
     return public
 
 
@@ -180,17 +195,15 @@ def _plain(value: Any) -> Any:
 
 def _mapped(section: Mapping[str, Any], table: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:
     values = {ours: section[name] for name, ours in table.items() if name in section}
-    missing = sorted(set(table) - set(section) - OPTIONAL)
+    missing = sorted(set(table) - set(section) - set(OPTIONAL))
     return values, [f"{where}.{name} is missing; the public config has it" for name in missing]
 
 
-def _strangers(section: Mapping[str, Any], known, where: str) -> list[str]:
-    unknown = sorted(set(section) - set(known))
-    return (
-        [f"{where} has unknown fields {', '.join(unknown)}; remove them or teach K3Config their role"]
-        if unknown
-        else []
-    )
+def _strangers(section: Mapping[str, Any], known: Iterable[str], where: str) -> list[str]:
+    unknown = sorted(name for name in set(section) - set(known) if not name.startswith("_"))
+    if not unknown:
+        return []
+    return [f"{where} has unknown fields {', '.join(unknown)}; remove them, or teach K3Config their role"]
 
 
 def _refused(section: Mapping[str, Any], where: str) -> list[str]:
@@ -201,5 +214,14 @@ def _refused(section: Mapping[str, Any], where: str) -> list[str]:
     ]
     quantization = section.get("quantization_config")
     if quantization is not None and quantization != PUBLISHED_QUANTIZATION:
-        found.append(f"{where}.quantization_config is not the published mxfp4-pack-quantized one: {quantization!r}")
+        found.append(f"{where}.quantization_config is not the published one: {_differences(quantization)}")
     return found
+
+
+def _differences(quantization: Any) -> str:
+    """The entries in which a quantization_config departs from the published one."""
+    if not isinstance(quantization, Mapping):
+        return repr(quantization)
+    names = sorted({*quantization, *PUBLISHED_QUANTIZATION})
+    entries = [(name, quantization.get(name), PUBLISHED_QUANTIZATION.get(name)) for name in names]
+    return ", ".join(f"{name}={found!r} instead of {public!r}" for name, found, public in entries if found != public)

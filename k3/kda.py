@@ -1,4 +1,4 @@
-"""The KDA layer: projections, short convolution, gated delta rule, gated norm. It knows its heads, not who shards them."""
+"""The KDA layer: projections, short convolution, gated delta rule, gated norm. Heads are counted from its tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from k3.layers import GatedRMSNorm, linear, local
 from k3.ops.kda import kda
-from k3.ops.short_conv import short_conv, with_history
-from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype
+from k3.ops.short_conv import fits_triton, last_inputs, short_conv, short_conv_normed
+from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype, without_autocast
 from k3.sequence import SequenceLayout
 
 
@@ -69,8 +69,14 @@ class KDA(PinnedFloat32):
     def forward(self, x: Tensor, layout: SequenceLayout | None = None, cache=None) -> Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # [B, T, H*K]
         z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)  # raw gate [B, T, H*K], logits [B, T, H]
-        core = partial(kda_core, head_dim=self.head_dim, lower_bound=self.lower_bound, backend=self.backend)
         state = cache.kda_state(self.layer_index) if cache is not None else None
+        core = partial(
+            kda_core,
+            head_dim=self.head_dim,
+            lower_bound=self.lower_bound,
+            backend=self.backend,
+            keep_state=cache is not None,
+        )
         o, state = (layout or SequenceLayout()).kda(core, q, k, v, z, beta, self.weights(), state)  # [B, T, H, V]
         if cache is not None:
             cache.store_kda(self.layer_index, state)
@@ -83,6 +89,7 @@ class KDA(PinnedFloat32):
         return KDAWeights(*convolutions, local(self, "A_log"), local(self, "dt_bias"))
 
 
+@without_autocast
 def kda_core(
     q: Tensor,
     k: Tensor,
@@ -95,19 +102,23 @@ def kda_core(
     lower_bound: float,
     cu_seqlens: Tensor | None = None,
     state: KDAState | None = None,
+    keep_state: bool = True,
     backend: str = "auto",
-) -> tuple[Tensor, KDAState]:
+) -> tuple[Tensor, KDAState | None]:
     """Everything of KDA that looks along the sequence: convolution, l2 norm, gate, recurrence.
 
     q, k, v, z [B, T, H*K] are projections before the convolution, beta [B, T, H] logits. Returns o [B, T, H, V] in
-    the activation dtype and the state after the last token (of each document, for S, when packed).
+    the activation dtype and, if `keep_state`, the state after the last token (of each document, for S, when packed).
     """
     histories = state[:3] if state is not None else (None, None, None)
     heads = (-1, head_dim)
+    fused = fits_triton(q, weights.q_conv, histories[0]) and head_dim & (head_dim - 1) == 0
+    convolve = [partial(short_conv_normed, head_dim=head_dim) if fused else short_conv] * 2 + [short_conv]
+    kept = [{} if fused else {"history": past} for past in histories]
     convolved = [
-        short_conv(x, w, history=past, cu_seqlens=cu_seqlens).unflatten(-1, heads)
-        for x, w, past in zip((q, k, v), weights[:3], histories, strict=True)
-    ]  # 3 x [B, T, H, K]
+        conv(x, w, cu_seqlens=cu_seqlens, **past).unflatten(-1, heads)
+        for conv, x, w, past in zip(convolve, (q, k, v), weights[:3], kept, strict=True)
+    ]  # 3 x [B, T, H, K]; q and k are normalised where the kernel does both
     o, S = kda(
         *convolved,
         z.unflatten(-1, heads),
@@ -117,9 +128,12 @@ def kda_core(
         lower_bound=lower_bound,
         cu_seqlens=cu_seqlens,
         initial_state=state.S if state is not None else None,
-        output_final_state=True,
+        output_final_state=keep_state,
+        qk_normalised=fused,
         backend=backend,
     )
+    if not keep_state:
+        return o, None
     taps = weights.q_conv.shape[-1]
-    tails = (with_history(x, past, taps)[:, x.shape[1] :] for x, past in zip((q, k, v), histories, strict=True))
+    tails = (last_inputs(x, past, taps) for x, past in zip((q, k, v), histories, strict=True))
     return o, KDAState(*tails, S)

@@ -15,8 +15,6 @@ from k3.loss import lm_loss, shift_labels
 from k3.moe import Router, StackedExperts
 from k3.residual import DecoderLayer, mix
 
-INIT_STD = 0.02
-
 
 class Decoder(nn.Module):
     """The layers of one pipeline stage; the first stage has the embedding, the last one the output mix and norm."""
@@ -73,10 +71,16 @@ class K3Model(nn.Module):
         layout=None,
         cache=None,
         shift_labels: bool = False,
+        **unsupported: object,
     ) -> dict[str, Tensor | None]:
-        """input_ids, labels, loss_mask [B, T] -> {"logits": [B, T, vocab], "loss": scalar or None}."""
+        """input_ids, labels, loss_mask [B, T] -> {"logits": [B, T, vocab], "loss": scalar or None}.
+
+        labels are aligned (position t predicts labels[t]) unless `shift_labels`. Raises NotImplementedError for
+        pixel values, images, videos and every other input this text model does not have.
+        """
+        refuse(unsupported)
         if layout is not None:
-            layout.check(input_ids)
+            layout.check(input_ids, cache)
         prefix, bank = self.decoder(self.embed(input_ids), [], layout=layout, cache=cache)
         logits = self.head(prefix, bank)
         return {"logits": logits, "loss": self.loss(logits, labels, loss_mask, layout, shift_labels)}
@@ -99,7 +103,7 @@ class K3Model(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise every parameter (spec c.9); draws nothing on the meta device."""
         for module in self.modules():
-            initialize(module)
+            initialize(module, self.config.initializer_range)
         for layer in self.decoder.layers.values():
             nn.init.zeros_(layer.self_attention_res_proj.weight)
             nn.init.zeros_(layer.mlp_res_proj.weight)
@@ -107,8 +111,15 @@ class K3Model(nn.Module):
             nn.init.zeros_(self.decoder.output_attn_res_proj.weight)
 
 
-def initialize(module: nn.Module) -> None:
-    """Linear, embedding, router and experts N(0, 0.02); the report's A_log = 0; dt_bias as in Mamba-2.
+def refuse(inputs: dict[str, object]) -> None:
+    """Raise for inputs beyond text, by name; those that are None were not given."""
+    given = sorted(name for name, value in inputs.items() if value is not None)
+    if given:
+        raise NotImplementedError(f"{', '.join(given)}: K3 here is the text backbone; pass input_ids alone")
+
+
+def initialize(module: nn.Module, std: float) -> None:
+    """Linear, embedding, router and experts N(0, std); the report's A_log = 0; dt_bias as in Mamba-2.
 
     The vendor's class draws A_log from log U(1, 16), which the bounded gate turns into no decay at all for a dt_bias
     of Mamba-2's size; it is an inference reference, so training follows the report. The pseudo-queries of the
@@ -116,14 +127,14 @@ def initialize(module: nn.Module) -> None:
     """
     match module:
         case nn.Linear() | Router():
-            nn.init.normal_(module.weight, std=INIT_STD)
+            nn.init.normal_(module.weight, std=std)
         case nn.Embedding():
-            nn.init.normal_(module.weight, std=INIT_STD)
+            nn.init.normal_(module.weight, std=std)
             if module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
         case StackedExperts():
             for weight in (module.w1, module.w2, module.w3):
-                nn.init.normal_(weight, std=INIT_STD)
+                nn.init.normal_(weight, std=std)
         case ShortConv():
             bound = module.weight.shape[-1] ** -0.5  # torch's own default for a depthwise Conv1d
             nn.init.uniform_(module.weight, -bound, bound)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from k3.layers import MLP, RMSNorm, linear, local
 from k3.ops.grouped_mm import grouped_mm
 from k3.ops.situ import situ
-from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype
+from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype, without_autocast
 
 
 class Router(PinnedFloat32):
@@ -28,7 +28,7 @@ class Router(PinnedFloat32):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, D] -> expert indices [N, k] in no particular order, and their weights [N, k], at least fp32."""
-        scores = F.linear(at_least_fp32(x), at_least_fp32(local(self, "weight"))).sigmoid()  # [N, E]
+        scores = router_scores(x, local(self, "weight"))  # [N, E]
         idx = self.select(scores)
         weight = scores.gather(-1, idx)
         return idx, weight / (weight.sum(-1, keepdim=True) + 1e-20) * self.scaling
@@ -45,6 +45,12 @@ class Router(PinnedFloat32):
         best = groups.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
         keep = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
         return groups.masked_fill(~keep.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@without_autocast
+def router_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """sigmoid(x32 weight32^T): both factors are cast up before the product; x [N, D], weight [E, D] -> [N, E]."""
+    return F.linear(at_least_fp32(x), at_least_fp32(weight)).sigmoid()
 
 
 class StackedExperts(nn.Module):

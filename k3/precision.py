@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from functools import wraps
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,18 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of pinned tensors in a model of `dtype`: at least float32."""
     return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Decorate arithmetic that is at least fp32, so that an enclosing `torch.autocast` does not narrow it."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        device_type = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 class PinnedFloat32(nn.Module):

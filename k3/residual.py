@@ -11,8 +11,10 @@ from k3.layers import MLP, RMSNorm, linear, local
 from k3.mla import MLA
 from k3.moe import LatentMoE
 from k3.ops.attnres import attnres_mix
+from k3.precision import without_autocast
 
 
+@without_autocast
 def mix(prefix: Tensor, bank: Sequence[Tensor], proj: nn.Linear, norm: RMSNorm) -> Tensor:
     """Softmax over depth: the snapshots in `bank` and the live `prefix`, each [B, T, D] -> [B, T, D]."""
     return attnres_mix([*bank, prefix], local(norm, "weight"), local(proj, "weight"), norm.eps)

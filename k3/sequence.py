@@ -18,10 +18,12 @@ class SequenceLayout:
 
     cu_seqlens: Tensor | None = None
 
-    def check(self, input_ids: Tensor) -> None:
-        """Raise ValueError unless `cu_seqlens` describes these ids [B, T]."""
+    def check(self, input_ids: Tensor, cache=None) -> None:
+        """Raise unless `cu_seqlens` describes these ids [B, T] and no cache is to follow packed documents."""
         if self.cu_seqlens is None:
             return
+        if cache is not None:
+            raise NotImplementedError("a cache for packed documents is not implemented; decode them as a batch of rows")
         bounds, (B, T) = self.cu_seqlens.tolist(), input_ids.shape
         if B != 1:
             raise ValueError(f"cu_seqlens with batch {B}; pack all documents into one row, [1, T]")

@@ -30,15 +30,17 @@ def attention(
     if backend not in _BACKENDS:
         raise ValueError(f"attention backend={backend!r} is unknown; use one of auto, {', '.join(_BACKENDS)}")
     run = _BACKENDS[backend]
-    if cu_seqlens is None or q_positions is not None:
-        return run(q, k, v, _mask(q, k, q_positions, cu_seqlens))
+    if q_positions is not None or (cu_seqlens is None and q.shape[1] != k.shape[1]):
+        return run(q, k, v, visible(q, k, q_positions, cu_seqlens))
+    if cu_seqlens is None:
+        return run(q, k, v, None)
     bounds = cu_seqlens.tolist()
     spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-    return torch.cat([run(q[:, s], k[:, s], v[:, s], _mask(q[:, s], k[:, s], None, None)) for s in spans], dim=1)
+    return torch.cat([run(q[:, s], k[:, s], v[:, s], None) for s in spans], dim=1)
 
 
-def _mask(q: Tensor, k: Tensor, q_positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """[T, S] bool, true where a query may look."""
+def visible(q: Tensor, k: Tensor, q_positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """[T, S] bool, true where a query may look: not ahead, not into another document."""
     T, S = q.shape[1], k.shape[1]
     keys = torch.arange(S, device=q.device)
     queries = torch.arange(S - T, S, device=q.device) if q_positions is None else q_positions
@@ -50,19 +52,20 @@ def _mask(q: Tensor, k: Tensor, q_positions: Tensor | None, cu_seqlens: Tensor |
     return allowed & document
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def _eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     """The vendor's order: product and scale in the activation dtype, softmax in fp32, probabilities cast back."""
     announce("torch.attention_eager")
+    allowed = visible(q, k) if allowed is None else allowed
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, K]
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     scores = at_least_fp32(scores).masked_fill(~allowed, float("-inf"))
     return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     announce("torch.sdpa")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None).transpose(1, 2)
 
 
 _BACKENDS = {"torch_eager": _eager, "torch_sdpa": _sdpa}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from k3.layers import GatedRMSNorm, linear, local
-from k3.ops.kda import kda
+from k3.ops.kda import choose_backend, kda
 from k3.ops.short_conv import fits_triton, last_inputs, short_conv, short_conv_normed
 from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype, without_autocast
 from k3.sequence import SequenceLayout
@@ -112,15 +112,14 @@ def kda_core(
     """
     histories = state[:3] if state is not None else (None, None, None)
     heads = (-1, head_dim)
-    fused = fits_triton(q, weights.q_conv, histories[0]) and head_dim & (head_dim - 1) == 0
-    convolve = [partial(short_conv_normed, head_dim=head_dim) if fused else short_conv] * 2 + [short_conv]
-    kept = [{} if fused else {"history": past} for past in histories]
-    convolved = [
-        conv(x, w, cu_seqlens=cu_seqlens, **past).unflatten(-1, heads)
-        for conv, x, w, past in zip(convolve, (q, k, v), weights[:3], kept, strict=True)
-    ]  # 3 x [B, T, H, K]; q and k are normalised where the kernel does both
+    backend = choose_backend(q.unflatten(-1, heads), lower_bound) if backend == "auto" else backend
+    fused = backend in ("fla_chunk", "fla_recurrent") and fits_triton(q, weights.q_conv, histories[0], head_dim)
+    convolved = convolve_fused(q, k, v, weights, head_dim, cu_seqlens) if fused else [
+        short_conv(x, w, history=past, cu_seqlens=cu_seqlens)
+        for x, w, past in zip((q, k, v), weights[:3], histories, strict=True)
+    ]  # fmt: skip
     o, S = kda(
-        *convolved,
+        *(x.unflatten(-1, heads) for x in convolved),
         z.unflatten(-1, heads),
         at_least_fp32(beta).sigmoid(),
         A_log=weights.A_log,
@@ -137,3 +136,12 @@ def kda_core(
     taps = weights.q_conv.shape[-1]
     tails = (last_inputs(x, past, taps) for x, past in zip((q, k, v), histories, strict=True))
     return o, KDAState(*tails, S)
+
+
+def convolve_fused(
+    q: Tensor, k: Tensor, v: Tensor, weights: KDAWeights, head_dim: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three convolutions with silu, and the l2 norm of q and k in the same kernel, rounded as fla rounds it."""
+    normed = partial(short_conv_normed, head_dim=head_dim, cu_seqlens=cu_seqlens)
+    value = short_conv(v, weights.v_conv, cu_seqlens=cu_seqlens, backend="triton")
+    return normed(q, weights.q_conv), normed(k, weights.k_conv), value

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from k3.ops.gated_norm import gated_norm
 from k3.ops.situ import situ
 from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype
 
@@ -29,6 +31,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # one kernel each way; statistics in fp32 inside, cast before the weight like the definition
+            return local(self, "weight") * F.rms_norm(x, x.shape[-1:], None, self.eps)
         return local(self, "weight") * rms_normalize(x, self.eps).to(x.dtype)
 
 
@@ -43,8 +47,7 @@ class GatedRMSNorm(PinnedFloat32):
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=wide_dtype(dtype)))
 
     def forward(self, o: Tensor, gate: Tensor) -> Tensor:
-        y = rms_normalize(o, self.eps) * local(self, "weight") * at_least_fp32(gate).sigmoid()
-        return y.to(gate.dtype)
+        return gated_norm(o, gate, local(self, "weight"), self.eps)
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:

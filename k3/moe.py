@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from k3.layers import MLP, RMSNorm, linear, local
+from k3.ops import route
 from k3.ops.grouped_mm import grouped_mm
 from k3.ops.situ import situ
 from k3.precision import PinnedFloat32, at_least_fp32, wide_dtype, without_autocast
@@ -75,10 +76,9 @@ class LocalDispatcher:
 
     def __call__(self, z: Tensor, idx: Tensor, weight: Tensor, experts: StackedExperts) -> Tensor:
         """z [N, L], idx [N, k], weight [N, k] fp32 -> sum_j weight_j * expert_j(z), [N, L] cast to z's dtype once."""
-        order = idx.flatten().argsort(stable=True)  # [N*k], rows of (token, choice) by expert
-        counts = torch.bincount(idx.flatten(), minlength=local(experts, "w1").shape[0])
-        rows = experts(z[order // idx.shape[1]], counts)
-        return combine(rows[order.argsort()].unflatten(0, idx.shape), weight).to(z.dtype)
+        order = route.sort_by_expert(idx, local(experts, "w1").shape[0])
+        rows = experts(route.spread(z, order), order.counts)  # [N*k, L], by expert
+        return route.combine(rows, order, weight)
 
 
 def combine(rows: Tensor, weight: Tensor) -> Tensor:

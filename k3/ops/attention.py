@@ -24,12 +24,15 @@ def attention(
     q [B, T, H, K]; k [B, S, H, K]; v [B, S, H, V], key s standing at position s. Without `q_positions` the queries
     are the last T positions. q_positions [T]: the position of each query, for shards of a sequence.
     cu_seqlens [N+1]: documents packed in one row (B == 1); attention stays inside a document.
-    backend: "torch_eager", "torch_sdpa" or "auto" (eager on CPU, where it is the definition). Returns [B, T, H, V].
+    backend: "torch_eager", "torch_sdpa", "cudnn" (CUDA, half precision; whole sequences, one query, or documents one
+    after another) or "auto" (eager on CPU, where it is the definition). Returns [B, T, H, V].
     """
-    backend = ("torch_eager" if q.device.type == "cpu" else "torch_sdpa") if backend == "auto" else backend
+    backend = choose_backend(q, k, q_positions) if backend == "auto" else backend
     if backend not in _BACKENDS:
         raise ValueError(f"attention backend={backend!r} is unknown; use one of auto, {', '.join(_BACKENDS)}")
     run = _BACKENDS[backend]
+    if backend == "cudnn":
+        _check_cudnn(q, k, q_positions)
     if q_positions is not None or (cu_seqlens is None and q.shape[1] != k.shape[1]):
         return run(q, k, v, visible(q, k, q_positions, cu_seqlens))
     if cu_seqlens is None:
@@ -37,6 +40,14 @@ def attention(
     bounds = cu_seqlens.tolist()
     spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
     return torch.cat([run(q[:, s], k[:, s], v[:, s], None) for s in spans], dim=1)
+
+
+def choose_backend(q: Tensor, k: Tensor, q_positions: Tensor | None) -> str:
+    """What "auto" means for queries and keys of this device, dtype and shape."""
+    if q.device.type == "cpu":
+        return "torch_eager"
+    plain = q_positions is None and q.shape[1] in (1, k.shape[1])
+    return "cudnn" if plain and q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0 else "torch_sdpa"
 
 
 def visible(q: Tensor, k: Tensor, q_positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -68,4 +79,22 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None).transpose(1, 2)
 
 
-_BACKENDS = {"torch_eager": _eager, "torch_sdpa": _sdpa}
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    """cuDNN's fused attention with its own causal mask: no [T, S] tensor exists; a lone last query sees every key."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    announce("cudnn.sdpa")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # an unserved shape raises here; nothing else is allowed to serve it
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2)
+
+
+def _check_cudnn(q: Tensor, k: Tensor, q_positions: Tensor | None) -> None:
+    T, S = q.shape[1], k.shape[1]
+    if not q.is_cuda or q_positions is not None or T not in (1, S):
+        raise ValueError(
+            f"backend='cudnn' serves T = 1 or S on CUDA and no positions, not T={T}, S={S} on {q.device}; use torch_sdpa"
+        )
+
+
+_BACKENDS = {"torch_eager": _eager, "torch_sdpa": _sdpa, "cudnn": _cudnn}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from k3.ops.fla_kda import SAFE_BOUND, fla_chunk, fla_recurrent, flash_kda
 from k3.ops.kda_naive import recurrent
 from k3.paths import announce
 from k3.precision import at_least_fp32
@@ -18,6 +19,7 @@ from k3.precision import at_least_fp32
 CHUNK = 16  # tokens; with a decay of -5 per token, exp stays within e^+-40 around the middle of a chunk
 LOWEST_BOUND = -10.0  # below it the factors of one chunk would leave the range of float32
 RECURRENT_UP_TO = 64  # tokens for which "auto" takes the definition on a CPU
+FLA_RECURRENT_UP_TO = 8  # tokens for which "auto" decodes with the recurrent kernel on a GPU
 
 
 def kda(
@@ -33,27 +35,30 @@ def kda(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    qk_normalised: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule of spec c.3.3-c.3.6, differentiable in every tensor argument.
 
-    q, k, g [B, T, H, K] (after the convolution, before the l2 norm; g is the raw gate); v [B, T, H, V];
+    q, k, g [B, T, H, K] (after the convolution, before the l2 norm unless `qk_normalised`; g is the raw gate);
+    v [B, T, H, V];
     beta [B, T, H] after the sigmoid; A_log [H]; dt_bias [H*K]; initial_state [N, H, K, V] with N = B, or the number
     of documents when cu_seqlens [N+1] packs them in one row (zeros if None).
     backend: "auto" or a key of `BACKENDS`. Returns o [B, T, H, V] in v's dtype and the final state [N, H, K, V]
     (at least fp32), None unless `output_final_state`. Naive twin: the backend "torch_recurrent".
     """
-    backend = choose_backend(q) if backend == "auto" else backend
+    backend = choose_backend(q, lower_bound) if backend == "auto" else backend
     if backend not in BACKENDS:
         raise ValueError(f"KDA backend={backend!r} is unknown; use one of auto, {', '.join(BACKENDS)}")
-    o, state = BACKENDS[backend](
-        q, k, v, g, beta, A_log, dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens, initial_state=initial_state
-    )
+    options = {"lower_bound": lower_bound, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
+    o, state = BACKENDS[backend](q, k, v, g, beta, A_log, dt_bias, qk_normalised=qk_normalised, **options)
     return o, state if output_final_state else None
 
 
-def choose_backend(q: Tensor) -> str:
-    """What "auto" means for queries of this device and length."""
+def choose_backend(q: Tensor, lower_bound: float) -> str:
+    """What "auto" means for queries of this device, dtype and length; fp32 stays with the exact torch forms."""
+    if q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] % 16 == 0 and SAFE_BOUND <= lower_bound < 0:
+        return "fla_recurrent" if q.shape[1] <= FLA_RECURRENT_UP_TO and not torch.is_grad_enabled() else "fla_chunk"
     return "torch_recurrent" if q.shape[1] <= RECURRENT_UP_TO else "torch_chunk"
 
 
@@ -106,12 +111,13 @@ def _to_chunks(x: Tensor) -> Tensor:
 def _torch_backend(path: str, run: Callable) -> Callable:
     """A backend from a recurrence on normalised queries and keys."""
 
-    def backend(q, k, v, g, beta, A_log, dt_bias, *, lower_bound, cu_seqlens, initial_state):
+    def backend(q, k, v, g, beta, A_log, dt_bias, *, lower_bound, cu_seqlens, initial_state, qk_normalised):
         announce(path)
         if lower_bound < LOWEST_BOUND:
             raise ValueError(f"lower_bound={lower_bound} leaves float32; use a bound of {LOWEST_BOUND} or more")
         decay = log_decay(g, A_log, dt_bias, lower_bound)
-        tensors = (l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k), at_least_fp32(v), decay, at_least_fp32(beta))
+        normalise = at_least_fp32 if qk_normalised else l2_normalize
+        tensors = (normalise(q) * q.shape[-1] ** -0.5, normalise(k), at_least_fp32(v), decay, at_least_fp32(beta))
         if cu_seqlens is None:
             state = _start(tensors, initial_state, q.shape[0])
             o, state = run(*tensors, state)
@@ -141,4 +147,7 @@ def _by_document(run: Callable, tensors: tuple[Tensor, ...], initial_state: Tens
 BACKENDS: dict[str, Callable] = {
     "torch_recurrent": _torch_backend("torch.kda_recurrent", recurrent),
     "torch_chunk": _torch_backend("torch.kda_chunk", chunked),
+    "fla_chunk": fla_chunk,
+    "fla_recurrent": fla_recurrent,
+    "flash_kda": flash_kda,
 }

@@ -1,0 +1,88 @@
+"""MXFP4 encode and decode as Triton kernels; `k3.ops.mxfp4` owns the format, its rules and the torch definition.
+
+Both kernels are bound by bytes: one program handles a run of whole 32-element groups, each byte is touched once, and
+all scale arithmetic is on exponent bits, so nothing depends on how a log2 rounds.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = 32
+RULES = {"floor": 0x800000, "even": 0x600000, "ceil6": 0x400001}  # mantissa from which the shared exponent goes up
+
+
+@triton.jit
+def _decode_code(code, scale):
+    """E2M1 code (int32) times an exact power of two (fp32), through the bits of the eight magnitudes."""
+    magnitude = code & 7
+    normal = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
+    bits = tl.where(magnitude > 1, normal, magnitude * 0x3F000000) | (code & 8) << 28
+    return bits.to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def _dequantise(packed, scales, out, groups, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    s = tl.load(scales + group, mask=inside, other=127).to(tl.int32)
+    bits = tl.where(s == 0, 0x00400000, tl.where(s == 255, 0x7FC00000, s << 23))
+    scale = bits.to(tl.float32, bitcast=True)[:, None]
+    pair = group[:, None] * 16 + tl.arange(0, 16)[None, :]
+    byte = tl.load(packed + pair, mask=inside[:, None], other=0).to(tl.int32)
+    value = tl.join(_decode_code(byte & 15, scale), _decode_code(byte >> 4, scale)).reshape(BLOCK, 32)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _quantise(weight, packed, scales, groups, ROUND_UP: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    bits = tl.load(weight + at, mask=inside[:, None], other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    top = tl.max(size, axis=1)
+    exponent = (top >> 23) - 2 + ((top & 0x7FFFFF) >= ROUND_UP).to(tl.int32)
+    finite = top < 0x7F800000
+    scale = tl.where(finite, tl.minimum(tl.maximum(exponent, 0), 254), 255)
+    inverse = tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+    r = size.to(tl.float32, bitcast=True) * inverse[:, None]
+    code = (r > 0.25).to(tl.int32) + (r >= 0.75).to(tl.int32) + (r > 1.25).to(tl.int32) + (r >= 1.75).to(tl.int32)
+    code += (r > 2.5).to(tl.int32) + (r >= 3.5).to(tl.int32) + (r > 5.0).to(tl.int32)
+    code = tl.where(finite[:, None], code | ((bits >> 28) & 8), 0)
+    low, high = tl.split(code.reshape(BLOCK, 16, 2))
+    pair = group[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(packed + pair, (low | high << 4).to(tl.uint8), mask=inside[:, None])
+    tl.store(scales + group, scale.to(tl.uint8), mask=inside)
+
+
+def dequantise(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values [..., 2P] of packed codes uint8 [..., P] and scale bytes uint8 [..., P / 16]; twin in `k3.ops.mxfp4`."""
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        raise ValueError(
+            f"packed is {packed.dtype} and scale is {scale.dtype}; MXFP4 bytes are uint8: view them as such"
+        )
+    if packed.numel() != scale.numel() * 16:
+        raise ValueError(f"packed {tuple(packed.shape)} needs one scale per 16 bytes; scale is {tuple(scale.shape)}")
+    packed, scale = packed.contiguous(), scale.contiguous()
+    out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
+    if out.numel():
+        _dequantise[(triton.cdiv(scale.numel(), 128),)](packed, scale, out, scale.numel(), BLOCK=128, num_warps=4)
+    return out
+
+
+def quantise(weight: torch.Tensor, *, rule: str = "even") -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed uint8 [..., I / 2], scale uint8 [..., I / 32]) of weight [..., I]; nearest element, ties to even code."""
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is not an MXFP4 scale rule of this kernel; use one of {sorted(RULES)}")
+    if weight.shape[-1] % GROUP:
+        raise ValueError(f"the input axis has {weight.shape[-1]} elements; MXFP4 groups need a multiple of {GROUP}")
+    weight = weight.contiguous()
+    lead, groups = weight.shape[:-1], weight.numel() // GROUP
+    packed = torch.empty(*lead, weight.shape[-1] // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(*lead, weight.shape[-1] // GROUP, dtype=torch.uint8, device=weight.device)
+    if groups:
+        grid = (triton.cdiv(groups, 64),)
+        _quantise[grid](weight, packed, scale, groups, ROUND_UP=RULES[rule], BLOCK=64, num_warps=4)
+    return packed, scale

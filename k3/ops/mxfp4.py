@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from k3.paths import announce
+
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 ScaleRule = Literal["floor", "even", "ceil6"]
@@ -23,14 +25,24 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _CHUNK = 1 << 20  # elements worked on at once: temporaries stay in cache, and small beside the tensor
 
 
-def pack(weight: torch.Tensor, rule: ScaleRule = "even", ties: str = "even") -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    weight: torch.Tensor, rule: ScaleRule = "even", ties: str = "even", *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `weight` [..., I] (bf16 or fp32) to codes [..., I/2] and scales [..., I/32], both uint8.
 
     `ties` decides between two equally near codes: "even" the even code, "zero" the smaller one. A block with a NaN or
     an infinity becomes scale 255 and codes 0; a block of zeros gets scale 0 and keeps its signs.
     Source: OCP MX v1.0 section 6.3 and the rules of SCALE_RULES. Naive twin: `pack_naive`.
+    backend: "torch", "triton" (CUDA, ties "even") or "auto".
     """
     blocks = _blocks(weight)
+    if _choose(backend, weight.is_cuda and ties == "even") == "triton":
+        if ties != "even":
+            raise ValueError(f"backend='triton' rounds ties to even, not ties={ties!r}; use backend='torch'")
+        from k3.ops.triton_mxfp4 import quantise
+
+        announce("triton.mxfp4_pack")
+        return quantise(weight, rule=rule)
     packed = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(len(blocks), dtype=torch.uint8, device=weight.device)
     for rows in _chunks(len(blocks)):
@@ -54,12 +66,19 @@ def pack_like(
     return packed.flatten(-2), torch.where(same, source_scale, scale)
 
 
-def unpack(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def unpack(
+    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> torch.Tensor:
     """Decode codes [..., I/2] and scales [..., I/32] to [..., I]. Naive twin: `unpack_naive`.
 
     Exact for scales 0..252; in bf16 and fp32 scale 253 overflows to infinity from code 4.0 up and 254 from 2.0 up.
     """
     _check_pair(packed, scale, dtype)
+    if _choose(backend, packed.is_cuda and dtype != torch.float64) == "triton":
+        from k3.ops.triton_mxfp4 import dequantise
+
+        announce("triton.mxfp4_unpack")
+        return dequantise(packed, scale, dtype)
     rows = scale.numel()
     codes, scales = packed.reshape(rows, BLOCK // 2), scale.reshape(rows)
     out = torch.empty(rows, BLOCK, dtype=dtype, device=packed.device)
@@ -111,6 +130,12 @@ def unpack_naive(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype =
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     power = torch.where(scale == 255, torch.nan, torch.exp2(scale.double() - 127))
     return (table[codes.long()] * power.repeat_interleave(BLOCK, dim=-1)).to(dtype)
+
+
+def _choose(backend: str, fits_triton: bool) -> str:
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"MXFP4 backend={backend!r} is unknown; use one of auto, torch, triton")
+    return ("triton" if fits_triton else "torch") if backend == "auto" else backend
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:

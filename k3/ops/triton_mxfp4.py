@@ -60,9 +60,7 @@ def _quantise(weight, packed, scales, groups, ROUND_UP: tl.constexpr, BLOCK: tl.
 def dequantise(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Values [..., 2P] of packed codes uint8 [..., P] and scale bytes uint8 [..., P / 16]; twin in `k3.ops.mxfp4`."""
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
-        raise ValueError(
-            f"packed is {packed.dtype} and scale is {scale.dtype}; MXFP4 bytes are uint8: view them as such"
-        )
+        raise ValueError(f"packed is {packed.dtype}, scale {scale.dtype}; MXFP4 bytes are uint8: view them as such")
     if packed.numel() != scale.numel() * 16:
         raise ValueError(f"packed {tuple(packed.shape)} needs one scale per 16 bytes; scale is {tuple(scale.shape)}")
     packed, scale = packed.contiguous(), scale.contiguous()

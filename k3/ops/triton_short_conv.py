@@ -89,7 +89,7 @@ def _backward(
     zero = tl.zeros([R, K], dtype=tl.float32)
     a0, a1, a2 = zero, zero, zero  # gradient owed to tokens t, t-1, t-2 by the tokens after t
     g0, g1, g2, g3 = zero, zero, zero, zero
-    for step in range(0, last - start + 1):
+    for step in range(last - start + 1):
         t = last - step
         first = 0
         if PACKED:
@@ -164,7 +164,7 @@ def short_conv(
     l2_eps: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(causal depthwise convolution) of x [B, T, H*K] with fp32 weight [H*K, 1, 4], l2-normalised per head if asked.
+    """silu(causal depthwise convolution) of x [B, T, H*K], fp32 weight [H*K, 1, 4]; l2-normalised per head if asked.
 
     cu_seqlens int [N+1] (with B = 1) starts every document from zero history. Sums, silu and norm are fp32; the silu
     is rounded to x's dtype before the norm, as the unfused layer rounds it. Raises ValueError for shapes outside this.

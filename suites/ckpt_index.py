@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from k3.checkpoint.index import INDEX_FILE, IndexFault, audit, read_index
+from k3.checkpoint.errors import CheckpointError
+from k3.checkpoint.index import INDEX_FILE, audit, read_index
 from k3.checkpoint.release import Release
 from k3.config import K3Config
 
@@ -117,7 +118,7 @@ def test_untouched_index_passes(tmp_path):
 )  # fmt: skip
 def test_unreadable_index_is_refused(tmp_path, text, message):
     """A key or a map named twice (escapes included), a cut file and a wrong type are refused with the file's name."""
-    with pytest.raises(IndexFault, match=message):
+    with pytest.raises(CheckpointError, match=message):
         read_index(_write(tmp_path, _tiny(), text=text))
 
 

@@ -16,14 +16,11 @@ from typing import Any
 
 import msgspec
 
+from k3.checkpoint.errors import CheckpointError
 from k3.checkpoint.release import Release, Shard
 
 INDEX_FILE = "model.safetensors.index.json"
 SHOWN = 20  # names listed per fault; the counts are always complete
-
-
-class IndexFault(ValueError):
-    """The index cannot be used; the message names the file and what is wrong."""
 
 
 class _File(msgspec.Struct):
@@ -60,14 +57,14 @@ class Audit:
 
 
 def read_index(path: str | Path) -> Index:
-    """Decode an index file. Raises IndexFault for what is not one, or names a key twice."""
+    """Decode an index file. Raises CheckpointError for what is not one, or names a key twice."""
     path = Path(path)
     raw = path.read_bytes()
     try:
         file = msgspec.json.decode(raw, type=_File)
         metadata = json.loads(bytes(file.metadata) or b"{}")
     except (msgspec.DecodeError, ValueError) as error:
-        raise IndexFault(f"{path.name} is not a checkpoint index: {error}; write it again") from error
+        raise CheckpointError(f"{path.name} is not a checkpoint index: {error}; write it again") from error
     if not _every_key_kept(raw, file):
         json.loads(raw, object_pairs_hook=lambda pairs: _unique(path, pairs))
     return Index(file.weight_map, metadata, hashlib.sha256(raw).hexdigest(), len(raw))
@@ -84,7 +81,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise IndexFault(f"{path.name} names {', '.join(twice[:SHOWN])} twice; every key has one shard")
+        raise CheckpointError(f"{path.name} names {', '.join(twice[:SHOWN])} twice; every key has one shard")
     return found
 
 

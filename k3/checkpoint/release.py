@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from k3.checkpoint.names import EXPERTS, LAYERS, ROOT, a_log_padded
+from k3.checkpoint.names import EXPERTS, LAYERS, ROOT, a_log_padded, layer_of
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 BLOCK = 32  # inputs per MXFP4 scale
@@ -113,6 +113,24 @@ class Release:
         """Every tensor under its full public name, in shard order."""
         for group in self.groups:
             yield from group.tensors()
+
+    def find(self, name: str) -> Tensor | None:
+        """Return the tensor with this full public name, or None."""
+        for group in self._groups_by_prefix(name):
+            if found := self._lookup[id(group.template)].get(name.removeprefix(group.prefix)):
+                return found._replace(name=name)
+        return None
+
+    def _groups_by_prefix(self, name: str) -> tuple[Group, ...]:
+        layer, count = layer_of(name), self.config.num_hidden_layers
+        if layer is not None:
+            return self.groups[layer : layer + 1] if layer < count else ()
+        return tuple(group for group in self.groups[count:] if name.startswith(group.prefix))
+
+    @cached_property
+    def _lookup(self) -> dict[int, dict[str, Tensor]]:
+        """Suffix -> tensor of every distinct template, by the template's identity."""
+        return {id(group.template): {t.name: t for t in group.template} for group in self.groups}
 
     def shards(self, max_shard_size_bytes: int | None = None) -> list[Shard]:
         """Plan the files: one per group as published, cut further where a file would exceed the limit."""

@@ -1,0 +1,159 @@
+"""The module that trainers (Megatron Lite among them) build a K3 through: config, bundle, forward step, checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import K3Config
+from k3.model import K3Model
+from k3.parallel.mesh import ParallelState, connect
+from k3.parallel.parallelize import parallelize
+from k3.sequence import SequenceLayout
+
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+KDA_CP_MODES = ("headwise", "state")
+BATCH_FIELDS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
+_CHECKPOINT = ("load_hf_weights", "save_hf_weights", "export_hf_weights")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CHECKPOINT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("k3.checkpoint"), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplConfig:
+    """How to build, as opposed to what. Raises one ValueError, or NotImplementedError for what we chose not to do.
+
+    optimizer: None, or a callable from parameters to an optimizer, which then stands in `bundle.extras`.
+    deterministic: switch torch to deterministic algorithms for this process. use_thd: batches are packed documents.
+    """
+
+    parallel: ParallelState | None = None
+    optimizer: Callable[[Iterator[nn.Parameter]], Any] | None = None
+    device: str | torch.device = "cpu"
+    dtype: str | torch.dtype = "bfloat16"
+    use_thd: bool = False
+    deterministic: bool = False
+    kda_cp_mode: str = "headwise"
+    qat: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise NotImplementedError(
+                f"optimizer={self.optimizer!r} by name is not implemented; pass a callable such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-4), or None"
+            )
+        found = []
+        if self.dtype not in (*DTYPES, *DTYPES.values()):
+            found.append(f"dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        if self.kda_cp_mode not in KDA_CP_MODES:
+            found.append(f"kda_cp_mode={self.kda_cp_mode!r} is unknown; use one of {', '.join(KDA_CP_MODES)}")
+        if found:
+            raise ValueError("ImplConfig: " + "; ".join(found))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES.get(self.dtype, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBundle:
+    """What `build_model` returns: the chunks of this rank (one per virtual stage) and how to run them."""
+
+    chunks: list[K3Model]
+    parallel_state: ParallelState
+    forward_step: Callable[..., dict[str, Tensor | None]]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+def build_model_config(source: K3Config | str | PathLike[str] | Mapping[str, Any] | Any) -> K3Config:
+    """A K3Config from itself, a folder, a config.json, the public nested dict, or a transformers config object."""
+    if isinstance(source, K3Config):
+        return source
+    if hasattr(source, "to_dict"):
+        return K3Config.from_hf_config(source)
+    return K3Config.from_hf(source)
+
+
+def vocab_size(config: Any) -> int:
+    """Rows of the embedding and the head."""
+    return build_model_config(config).vocab_size
+
+
+def build_model(config: K3Config, *, impl_cfg: ImplConfig | None = None) -> ModelBundle:
+    """Build this rank's chunks, initialised, placed and in training mode.
+
+    Raises RuntimeError when a layout of several ranks finds no process group, except on the meta device.
+    """
+    impl_cfg = impl_cfg or ImplConfig()
+    device = torch.device(impl_cfg.device)
+    parallel = _connected(impl_cfg.parallel or ParallelState(), device)
+    parallel.check(config, impl_cfg.kda_cp_mode)
+    if impl_cfg.deterministic:
+        torch.use_deterministic_algorithms(True)
+    states = [parallel.chunk(v) if parallel.vpp_size > 1 else parallel for v in range(parallel.vpp_size)]
+    chunks = [K3Model(config, state, device=device, dtype=impl_cfg.torch_dtype) for state in states]
+    if parallel.world_size > 1:
+        chunks = [parallelize(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+    step = ForwardStep(chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd)
+    return ModelBundle(
+        chunks=chunks, parallel_state=parallel, forward_step=step, extras=_extras(chunks, parallel, impl_cfg)
+    )
+
+
+def _connected(parallel: ParallelState, device: torch.device) -> ParallelState:
+    if device.type == "meta" or parallel.world_size == 1 or parallel.mesh is not None:
+        return parallel
+    return connect(parallel, device.type)
+
+
+def _extras(chunks: list[K3Model], parallel: ParallelState, impl_cfg: ImplConfig) -> dict[str, Any]:
+    extras: dict[str, Any] = {}
+    if impl_cfg.qat is not None:
+        qat = importlib.import_module("k3.qat")
+        extras["qat"] = qat.apply(chunks, impl_cfg.qat)
+    if impl_cfg.optimizer is not None:
+        extras["optimizer"] = impl_cfg.optimizer(p for chunk in chunks for p in chunk.parameters())
+    return extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardStep:
+    """Forward of one batch through one chunk: `step(batch, model=None) -> {"logits", "loss"}`.
+
+    batch: a mapping with input_ids [B, T] and optional labels, loss_mask (and cu_seqlens if `use_thd`), or an
+    iterator of such mappings, whose next one is taken.
+    """
+
+    chunks: list[K3Model]
+    parallel: ParallelState
+    use_thd: bool = False
+
+    def __call__(self, batch: Mapping[str, Tensor] | Iterator[Mapping[str, Tensor]], model: K3Model | None = None):
+        batch = dict(batch if isinstance(batch, Mapping) else next(batch))
+        self._check(batch)
+        cu_seqlens = batch.pop("cu_seqlens", None)
+        layout = None if cu_seqlens is None else SequenceLayout(cu_seqlens=cu_seqlens)
+        return (model or self.chunks[0])(**batch, layout=layout)
+
+    def _check(self, batch: Mapping[str, Tensor]) -> None:
+        if strange := sorted(set(batch) - set(BATCH_FIELDS)):
+            raise NotImplementedError(f"batch fields {', '.join(strange)}: K3 takes {', '.join(BATCH_FIELDS)} alone")
+        if self.use_thd != ("cu_seqlens" in batch):
+            raise ValueError(
+                f"use_thd={self.use_thd} asks for batches {'with' if self.use_thd else 'without'} cu_seqlens"
+            )
+        if self.parallel.pp_size * self.parallel.cp_size > 1:
+            raise NotImplementedError(
+                f"forward_step of pp_size={self.parallel.pp_size}, cp_size={self.parallel.cp_size} is not one forward; "
+                "use k3.parallel's pipeline schedule and context layout"
+            )

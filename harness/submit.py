@@ -1,0 +1,68 @@
+"""From a plan to jobs: writes the head of the run and each job's orders, then hands them to the cluster's executor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.cluster import Cluster
+from harness.journal import Order
+from harness.revision import Snapshot
+from harness.slurm import save_cluster
+from harness.spec import Expected, JobSpec, Plan, RunRecord, store
+from harness.spool import write_run
+
+
+@dataclass(frozen=True)
+class Executor:
+    """The three things a cluster must be able to do with a run directory."""
+
+    submit: Callable  # (run_dir, cluster, orders)
+    look: Callable  # (run_dir) -> gather.Progress
+    cancel: Callable  # (run_dir, jobs, reason)
+
+
+def executor(cluster: Cluster) -> Executor:
+    """The executor of a cluster."""
+    if cluster.scheduler == "local":
+        from harness import local
+
+        return Executor(local.submit, local.look, local.cancel)
+    from harness import cancel, gather, slurm
+
+    return Executor(slurm.submit, gather.look, cancel.cancel)
+
+
+def prepare(plan: Plan, snapshot: Snapshot, cluster: Cluster, run_dir: Path, nonce: str) -> None:
+    """Write everything a run needs before its first job exists."""
+    for expected in plan.expected:
+        folder = run_dir / "jobs" / expected.job
+        folder.mkdir(parents=True)
+        store(folder / "spec.json", orders_for(expected, plan, run_dir.name, nonce))
+    save_cluster(run_dir, cluster)
+    write_run(
+        run_dir,
+        RunRecord(
+            run=run_dir.name, nonce=nonce, created_at=time.time(), commit=snapshot.commit,
+            dirty=bool(snapshot.dirty_files), dirty_files=snapshot.dirty_files, snapshot=snapshot.hash,
+            manifest=snapshot.manifest, claims=plan.claims, expected=plan.expected, inputs=plan.inputs,
+            cluster=plan.cluster, sabotage=plan.sabotage,
+            sabotage_claims=tuple(claim.id for claim in plan.claims) if plan.sabotage else (),
+        ),
+    )  # fmt: skip
+
+
+def orders_for(expected: Expected, plan: Plan, run: str, nonce: str) -> JobSpec:
+    """One job's orders."""
+    return JobSpec(
+        run=run, nonce=nonce, job=expected.job, topology=expected.topology, tests=expected.tests,
+        snapshot=plan.snapshot, env={**plan.env, "K3_BACKEND": expected.topology.backend}, sabotage=plan.sabotage,
+        timeout_s=60.0 * expected.timeout_min,
+    )  # fmt: skip
+
+
+def submit(plan: Plan, cluster: Cluster, run_dir: Path) -> None:
+    """Hand every job of a prepared run to the cluster."""
+    executor(cluster).submit(run_dir, cluster, [Order(expected.job, 0) for expected in plan.expected])

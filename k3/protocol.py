@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from k3.config import K3Config
 from k3.model import K3Model
-from k3.parallel.mesh import ParallelState, connect
-from k3.parallel.parallelize import parallelize
+from k3.parallel import ParallelState, connect
 from k3.sequence import SequenceLayout
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -103,7 +102,9 @@ def build_model(config: K3Config, *, impl_cfg: ImplConfig | None = None) -> Mode
     states = [parallel.chunk(v) if parallel.vpp_size > 1 else parallel for v in range(parallel.vpp_size)]
     chunks = [K3Model(config, state, device=device, dtype=impl_cfg.torch_dtype) for state in states]
     if parallel.world_size > 1:
-        chunks = [parallelize(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+        from k3.parallel import parallelize_model
+
+        chunks = [parallelize_model(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
     step = ForwardStep(chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd)
     return ModelBundle(
         chunks=chunks, parallel_state=parallel, forward_step=step, extras=_extras(chunks, parallel, impl_cfg)

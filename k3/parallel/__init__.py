@@ -10,7 +10,7 @@ import importlib
 _HOMES = {
     "ParallelState": "mesh",
     "connect": "mesh",
-    "parallelize": "parallelize",
+    "parallelize_model": "parallelize",
     "context_layout": "context",
     "sync_gradients": "data",
     "clip_gradients": "data",

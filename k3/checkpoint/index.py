@@ -85,6 +85,15 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def index_text(release: Release, shards: list[Shard], max_shard_size_bytes: int | None) -> str:
+    """Return the index of planned shards; the limit is recorded where it cut, so that an audit can plan the same."""
+    metadata: dict[str, Any] = {"total_size": release.size_bytes}
+    if len(shards) != len(release.groups):
+        metadata["max_shard_size_bytes"] = max_shard_size_bytes
+    weight_map = {name: shard.file for shard in shards for name in shard.names}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+
+
 def audit(index: Index, release: Release) -> Audit:
     """Compare an index with the release its configuration describes. Takes the index's map apart as it goes."""
     found = Audit()

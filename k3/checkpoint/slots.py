@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from k3.checkpoint.names import GLOBALS, canonical, is_stack, layer_of, to_native, to_public
 from k3.checkpoint.release import Release
@@ -29,15 +30,16 @@ class Slot(NamedTuple):
     tensor: torch.Tensor
 
 
+@torch.no_grad()
 def native_tensors(model: nn.Module | Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return every parameter and persistent buffer of a model (or of its chunks) under its canonical name."""
+    """Return this rank's part of every parameter and persistent buffer of a model, or of its chunks, by name."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if canonical(name) in found:
                 raise ValueError(f"{canonical(name)} is in two chunks; pass each chunk once")
-            found[canonical(name)] = tensor
+            found[canonical(name)] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return found
 
 

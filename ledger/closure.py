@@ -37,7 +37,7 @@ def test_closure(
     """
     ran = _ran(root, lines)
     at_import = _ran(root, import_lines or {})
-    starts = {test_file, *_conftests(root, test_file), *ran}
+    starts = {test_file, *_around(root, test_file), *ran}
     files = static_files(root, starts, _union(ran, at_import))
     closure: dict[str, str] = {}
     for file in sorted(files | set(ran)):
@@ -60,9 +60,10 @@ def _union(left: Mapping[str, set[str]], right: Mapping[str, set[str]]) -> dict[
     return {file: left.get(file, set()) | right.get(file, set()) for file in {*left, *right}}
 
 
-def _conftests(root: Path, test_file: str) -> set[str]:
+def _around(root: Path, test_file: str) -> set[str]:
+    """What Python and pytest load with a test file: the packages and conftests it lies in."""
     folders = Path(test_file).parents
-    candidates = {(folder / "conftest.py").as_posix() for folder in folders}
+    candidates = {(folder / name).as_posix() for folder in folders for name in ("conftest.py", "__init__.py")}
     return {path for path in candidates if is_subject(path) and (root / path).is_file()}
 
 

@@ -1,0 +1,75 @@
+"""k3-ledger: reads the ledger and the published evidence, and answers. Only export, import and matrix --write write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ledger import commands
+from ledger.claimfile import CLAIM_FILE, ClaimFileError
+
+LISTING = (("--json", "print JSON"), ("--csv", "print CSV"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 good, 1 a check failed, 2 it could not be done as asked."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: say nothing more
+        return 0
+    except (ValueError, RuntimeError) as error:
+        if not (isinstance(error, ClaimFileError) or type(error).__module__.startswith("ledger.")):
+            raise
+        print(f"k3-ledger: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; every option says what it does."""
+    top = argparse.ArgumentParser(prog="k3-ledger", description="What is proven, by what, and what would revoke it.")
+    top.set_defaults(run=lambda _: top.print_help() or 2)
+    verbs = top.add_subparsers(title="commands", metavar="COMMAND")
+    claims = add(verbs, "claims", commands.claims, "the state and grade of every cell at this tree", LISTING)
+    claims.add_argument("claim", nargs="*", help="claim ids or suite names; all if none")
+    claims.add_argument("--published", action="store_true", help="from ledger/evidence/ alone, as the README is")
+    show = add(verbs, "show", commands.show, "one run: jobs, attempts, outcomes, measures", LISTING)
+    show.add_argument("id", nargs="?", help="a run id or its beginning; lists the latest runs if left out")
+    why = add(verbs, "why", commands.why, "the chain of evidence of one claim, and what would revoke it", LISTING[:1])
+    why.add_argument("claim", help="a claim id")
+    query = add(verbs, "query", commands.query, "read-only SQL on the ledger; without SQL, its tables", LISTING)
+    query.add_argument("sql", nargs="?", help="a SELECT; see the tables with `k3-ledger query`")
+    matrix = add(verbs, "matrix", commands.matrix, "the README's matrix from ledger/evidence/ and this tree")
+    matrix.add_argument("--write", action="store_true", help="replace the block in README.md")
+    matrix.add_argument("--check", action="store_true", help="print a diff and exit 1 if README.md disagrees")
+    matrix.add_argument("--local", action="store_true", help="from this user's ledger instead (never into README.md)")
+    return top
+
+
+def add(verbs, name: str, run, text: str, flags=()) -> argparse.ArgumentParser:
+    """One command with the options that all share."""
+    one = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    one.add_argument("--ledger", metavar="PATH", type=Path, help="ledger file (default: the user's state folder)")
+    one.add_argument("--root", metavar="DIR", type=Path, help="project (default: around the current folder)")
+    if flags:
+        group = one.add_mutually_exclusive_group()
+        for flag, meaning in flags:
+            group.add_argument(flag, action="store_true", help=meaning)
+    one.set_defaults(run=run, name=name)
+    return one
+
+
+def find_root(start: Path | None) -> Path:
+    """The project around `start` or the current folder, else the one this package lies in."""
+    here = (start or Path.cwd()).resolve()
+    for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
+        if (folder / CLAIM_FILE).is_file():
+            return folder
+    raise ClaimFileError(f"{here} is not inside a project: no {CLAIM_FILE} there or above; pass --root DIR")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What each k3-ledger command does. Imports what a command needs inside it: listings must start fast."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import msgspec
+
+from ledger.output import emit, table
+
+EVIDENCE = "ledger/evidence"
+
+
+def root_of(options: Namespace) -> Path:
+    from ledger.cli import find_root
+
+    return find_root(options.root)
+
+
+def sources(options: Namespace, root: Path, published_only: bool = False) -> dict:
+    """Where a command reads facts: the ledger (if there is one) beside published evidence, or evidence alone."""
+    from ledger.state import ledger_path
+
+    folder = root / EVIDENCE
+    if published_only or (options.ledger is None and not ledger_path().is_file()):
+        return {"ledger": None, "evidence": folder}
+    return {"ledger": options.ledger or ledger_path(), "evidence": folder}
+
+
+def claims(options: Namespace) -> int:
+    """Print every cell, or those of the named claims and suites."""
+    from ledger.claims import here, open_judge
+
+    root = root_of(options)
+    judge = open_judge(root, **sources(options, root, options.published))
+    wanted = _selected(judge.claims, options.claim)
+    found = [(judge.status(c, t), t.name) for c, t in judge.claims.cells() if c.id in wanted]
+    judge.tree.save_cache()
+    rows = [{**msgspec.to_builtins(status), "expired_by": status.expired_by} for status, _ in found]
+    if options.json or options.csv:
+        emit(rows, as_csv=options.csv)
+        return 0
+    machine = here()
+    lines = [(row["id"], row["topology"], _state_text(row, machine), row["scope"], row["witness"],
+              "sealed" if row["sealed"] else "", _percent(row["kill_rate"])) for row in rows]  # fmt: skip
+    table(("claim", "topology", "state", "scope", "witness", "seal", "kills"), lines)
+    from ledger.matrix import summary
+
+    print(summary([status for status, _ in found]))
+    return 0
+
+
+def _selected(file, names: list[str]) -> set[str]:
+    from ledger.claimfile import ClaimFileError
+
+    unknown = [name for name in names if name not in file.claims and name not in file.suites]
+    if unknown:
+        known = ", ".join([*file.suites, *file.claims])
+        raise ClaimFileError(f"no claim or suite {', '.join(map(repr, unknown))}; there are {known}")
+    chosen = {claim for name in names for claim in file.suites.get(name, (name,))}
+    return chosen or set(file.claims)
+
+
+def _state_text(row: dict, machine: dict) -> str:
+    if row["state"] == "proven":
+        return "proven here" if is_here(row["toolchain"], machine) else f"proven on {row['toolchain']}"
+    return row["reason"] if row["state"] == "needs" else f"{row['state']}: {row['reason']}"
+
+
+def is_here(toolchain: str, machine: dict) -> bool:
+    """Whether a recorded toolchain is this machine's, as far as it can be known without importing torch."""
+    parts = dict(part.split(" ", 1) for part in toolchain.split(", ") if " " in part)
+    return bool(parts) and all(machine.get(name, value) == value for name, value in parts.items())
+
+
+def _percent(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.0%}"
+
+
+def show(options: Namespace) -> int:
+    """Print the latest runs, or everything about one."""
+    from ledger.db import connect_read
+    from ledger.show import latest, one_run, print_run
+
+    with contextlib.closing(connect_read(options.ledger)) as connection:
+        if options.id is None:
+            rows = latest(connection)
+            return _listing(options, rows)
+        found = one_run(connection, options.id)
+    if options.json or options.csv:
+        emit(found["outcomes"] if options.csv else found, as_csv=options.csv)
+    else:
+        print_run(found)
+    return 0
+
+
+def why(options: Namespace) -> int:
+    """Print the chain from a claim's sentence to the bytes that bear it."""
+    from ledger.why import chain, print_chain
+
+    root = root_of(options)
+    found = chain(root, options.claim, **sources(options, root))
+    emit(found) if options.json else print_chain(found)
+    return 0
+
+
+def query(options: Namespace) -> int:
+    """Run one SELECT on a connection that cannot write."""
+    import sqlite3
+
+    from ledger.db import LedgerError, connect_read
+
+    sql = options.sql or "SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY rowid"
+    with contextlib.closing(connect_read(options.ledger)) as connection:
+        connection.row_factory = sqlite3.Row
+        try:
+            rows = [dict(row) for row in connection.execute(sql)]
+        except sqlite3.Error as error:
+            raise LedgerError(f"{sql!r}: {error}; one read-only SELECT is expected") from error
+    return _listing(options, rows)
+
+
+def _listing(options: Namespace, rows: list[dict]) -> int:
+    if options.json or options.csv:
+        emit(rows, as_csv=options.csv)
+    elif rows:
+        table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    return 0
+
+
+def matrix(options: Namespace) -> int:
+    """Print, write or check the README's block."""
+    from ledger import matrix as blocks
+    from ledger.claims import statuses
+
+    root = root_of(options)
+    if options.local:
+        print(blocks.block(statuses(root, ledger=options.ledger)), end="")
+        return 0
+    text = blocks.block(statuses(root, evidence=root / EVIDENCE, use_cache=False))
+    readme = root / "README.md"
+    if options.write:
+        print("README.md rewritten" if blocks.write(readme, text) else "README.md is already right")
+    elif options.check:
+        found = blocks.difference(readme, text)
+        sys.stdout.write(found)
+        return 1 if found else 0
+    else:
+        print(text, end="")
+    return 0

@@ -1,0 +1,96 @@
+"""Where facts come from: the local ledger, and published evidence files. Reads only.
+
+Gives `claims.py` one shape for both: facts grouped so that a million records cost a few hundred rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from ledger.facts import Fact
+from ledger.record import Record
+
+
+class Sourced(Record, kw_only=True):
+    """A fact, its merged closure's digest resolvable in `Facts.closures`, and the keys that seal it."""
+
+    fact: Fact
+    keys: tuple[str, ...] = ()  # labels of allowed keys whose signature covers the run
+    clusters: tuple[str, ...] = ()  # the cluster each key is declared for
+
+
+class Facts:
+    """All facts at hand, by cell; closures are loaded when asked for."""
+
+    def __init__(self) -> None:
+        self.real: dict[tuple[str, str], list[Sourced]] = {}
+        self.sabotage: dict[str, list[Fact]] = {}  # claim -> facts of sabotage runs
+        self.closures: dict[str, dict[str, str]] = {}
+        self.loaders: list = []
+
+    def add(self, found: Iterable[Sourced]) -> None:
+        for one in found:
+            if one.fact.sabotage:
+                self.sabotage.setdefault(one.fact.claim, []).append(one.fact)
+            else:
+                self.real.setdefault((one.fact.claim, one.fact.topology), []).append(one)
+
+    def closure(self, name: str) -> dict[str, str]:
+        """A merged closure by digest."""
+        if name not in self.closures:
+            self.closures[name] = next(found for load in self.loaders if (found := load(name)) is not None)
+        return self.closures[name]
+
+
+LATEST = """
+    SELECT fact.body, max(fact.created_at) FROM fact
+    JOIN (SELECT source, run, max(generation) AS generation FROM fact GROUP BY source, run) AS latest
+      USING (source, run, generation)
+    GROUP BY claim, topology, sabotage, outcome, claim_digest, closure, toolchain, witness, source != ''
+"""
+
+
+def from_ledger(connection: sqlite3.Connection) -> Facts:
+    """The latest fact of each kind per cell: kinds differ in outcome, closure, toolchain, witness or sabotage."""
+    found = Facts()
+    decoder = msgspec.json.Decoder(Fact)
+    found.add(Sourced(fact=decoder.decode(row[0])) for row in connection.execute(LATEST))
+
+    def load(name: str) -> dict[str, str] | None:
+        row = connection.execute("SELECT body FROM blob WHERE digest = ?", (name,)).fetchone()
+        return json.loads(row[0]) if row else None
+
+    found.loaders.append(load)
+    return found
+
+
+def merge(target: Facts, other: Facts) -> Facts:
+    """Add other facts; the same run's word on the same cell counts once, sealed before unsealed."""
+    for cell, found in other.real.items():
+        known = {(one.fact.run, one.fact.outcome): one for one in target.real.get(cell, [])}
+        for one in found:
+            twin = known.get((one.fact.run, one.fact.outcome))
+            if twin is None or (one.keys and not twin.keys):
+                known[one.fact.run, one.fact.outcome] = one
+        target.real[cell] = list(known.values())
+    for claim, found in other.sabotage.items():
+        known = {(f.run, f.topology, f.outcome): f for f in [*target.sabotage.get(claim, []), *found]}
+        target.sabotage[claim] = list(known.values())
+    target.loaders += other.loaders
+    target.closures |= other.closures
+    return target
+
+
+def from_evidence(folder: Path) -> Facts:
+    """Facts of every published evidence file in `folder`; none where there is no folder."""
+    found = Facts()
+    if any(Path(folder).glob("*.jsonl")):
+        from ledger.evidence import load_folder
+
+        load_folder(Path(folder), found)
+    return found

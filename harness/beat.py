@@ -31,6 +31,12 @@ class Beat:
         return any(place in frame for frame in self.frames for place in WAITING)
 
     @property
+    def function(self) -> str:
+        """File and function of the innermost frame."""
+        where, _, name = self.frames[0].rpartition(" ") if self.frames else ("", "", "")
+        return f"{where.rpartition(':')[0]} {name}"
+
+    @property
     def place(self) -> str:
         """The innermost frame, short enough for a sentence."""
         return self.frames[0].rsplit("/", 1)[-1] if self.frames else "an unknown place"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def hung(ranks: list[Watched], kind: str, cause: str, now: float) -> list[Fault]
 
 
 def culprits(ranks: list[Watched]) -> list[Watched]:
-    """Of the ranks still running: those stopped; else those behind; else those not in a collective; else all."""
+    """Of those still running: the stopped; else those behind; else those in no collective; else the odd ones out."""
     running = [rank for rank in ranks if rank.code is None]
     behind = min(rank.events for rank in running)
     groups = (
@@ -102,7 +103,14 @@ def culprits(ranks: list[Watched]) -> list[Watched]:
         [rank for rank in running if rank.events == behind] if any(r.events > behind for r in running) else [],
         [rank for rank in running if not _waits(rank)],
     )
-    return next((group for group in groups if group), running)
+    return next((group for group in groups if 0 < len(group) < len(running)), _odd_ones_out(running))
+
+
+def _odd_ones_out(ranks: list[Watched]) -> list[Watched]:
+    """The ranks that are not where most are; all of them where there is no such place."""
+    places = {rank.number: seen.function if (seen := beat.read(rank.beat_path)) else "" for rank in ranks}
+    common, count = Counter(places.values()).most_common(1)[0]
+    return [rank for rank in ranks if places[rank.number] != common] if 2 * count > len(ranks) > count else ranks
 
 
 def first(faults: list[Fault]) -> Fault | None:

@@ -37,9 +37,12 @@ def run_tests(spec: JobSpec, tree: Path, stream: Stream, rank: int) -> tuple[int
 
 
 def arguments(tree: Path, tests: tuple[str, ...]) -> list[str]:
-    """pytest's command line: the files of `tests`, and nothing from the environment or the project's own addopts."""
+    """pytest's command line: the files of `tests`, and nothing from the environment or the project's own addopts.
+
+    Nothing is captured, so that the rank's log can be followed live and holds the stacks of a hang.
+    """
     files = dict.fromkeys(test.split("::")[0] for test in tests)
-    switches = [f"--rootdir={tree}", f"-c{tree / 'pyproject.toml'}", "-oaddopts=", "--strict-markers", "-rA"]
+    switches = [f"--rootdir={tree}", f"-c{tree / 'pyproject.toml'}", "-oaddopts=", "--strict-markers", "-rA", "-s"]
     return [*files, *switches, "-pno:cacheprovider", *(f"-p{name}" for name in PLUGINS)]
 
 

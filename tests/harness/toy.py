@@ -9,6 +9,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from harness import cluster as clusters
+from harness import revision, spool, submit
+from harness.plan import Planner, Request
+from harness.spec import JobSpec, load, store
+
 PROJECT = Path(__file__).resolve().parents[2]
 TOPOLOGIES = """
 schema = "1.0"
@@ -81,6 +88,24 @@ class Toy:
         process = self.start(*arguments, module=module)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def planned(self, *names: str) -> Path:
+        """Snapshot and plan in this process, write the run directory, submit nothing."""
+        run_dir, nonce = spool.new_run()
+        snapshot = revision.take(self.root, run_dir / "snapshot")
+        plan = Planner(root=self.root, snapshot=snapshot, request=Request(names=names), statuses=[]).plan()
+        assert plan.expected, plan.cells
+        submit.prepare(plan, snapshot, clusters.find("local"), run_dir, nonce)
+        return run_dir
+
+    def launch(self, run_dir: Path, job: str, **orders) -> subprocess.Popen:
+        """Start the launcher of one job from inside the snapshot, with changed orders."""
+        path = run_dir / "jobs" / job / "spec.json"
+        store(path, replace(load(path, JobSpec), **orders))
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.launch", str(path.parent), "--attempt=0"], cwd=run_dir / "snapshot",
+            env={**self.env, "PYTHONPATH": str(run_dir / "snapshot")}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     @property
     def runs(self) -> list[Path]:

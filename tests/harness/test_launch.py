@@ -1,0 +1,173 @@
+"""The launcher with real ranks: every fault ends the job within seconds, names the rank, and leaves nothing running."""
+
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from harness import process
+from harness.spec import LaunchRecord, load
+from ledger.record import worst
+
+FOUR = '''
+"""Four ranks that meet through files, as a collective would."""
+import os, signal, sys, time
+from pathlib import Path
+
+import pytest
+
+RANK = int(os.environ.get("RANK", 0))
+MEET = Path(os.environ.get("K3_MEET", "/tmp"))
+
+
+def barrier(name):
+    (MEET / f"{name}.{RANK}").touch()
+    while len(list(MEET.glob(f"{name}.*"))) < 4:
+        time.sleep(0.01)
+
+
+def test_first():
+    barrier("first")
+
+
+def test_second():
+    @FAULT@
+    barrier("second")
+'''
+JOB = "toy4.four.0"
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "signal", "rank 2 was killed by SIGKILL in suites/four.py"),
+    "segv": ("os.kill(os.getpid(), signal.SIGSEGV)", "signal", "rank 2 was killed by SIGSEGV"),
+    "exit 0": ("os._exit(0)", "early_exit", "rank 2 exited with code 0 half-way in suites/four.py::test_second"),
+    "exit 7": ("os._exit(7)", "exit", "rank 2 exited with code 7 in suites/four.py::test_second"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped", "rank 2 is stopped by a signal in suites/four.py"),
+    "asleep": ("time.sleep(1000)", "stalled", "rank 2 holds the job up in suites/four.py::test_second"),
+}
+
+
+def write_four(toy, fault):
+    body = FOUR.replace("@FAULT@", f"if RANK == 2: {fault}" if fault else "pass")
+    toy.write("suites/four.py", body)
+    toy.claim("toy.four", "suites/four.py::test_first", "suites/four.py::test_second", topology="toy4")
+
+
+def finish(toy, fault, tmp_path, limit=20, **orders):
+    """Run the four ranks to their end; return the launcher's record, its exit code and the seconds it took."""
+    write_four(toy, fault)
+    run_dir = toy.planned("toy.four")
+    (meet := tmp_path / "meet").mkdir()
+    started = time.time()
+    launcher = toy.launch(run_dir, JOB, env={"K3_MEET": str(meet)}, **orders)
+    launcher.communicate(timeout=limit)
+    attempt = run_dir / "jobs" / JOB / "attempts" / "0"
+    return load(attempt / "launch.json", LaunchRecord), launcher.returncode, time.time() - started, attempt
+
+
+def outcomes(attempt):
+    """Outcome of each test over ranks, from the records alone; a test without an end is lost."""
+    found = {"suites/four.py::test_first": {}, "suites/four.py::test_second": {}}
+    for rank in range(4):
+        for line in (attempt / f"rank{rank}.jsonl").read_bytes().splitlines():
+            event = msgspec.json.decode(line)
+            if event["kind"] == "test_end":
+                found[event["test"]][rank] = event["outcome"]
+    return {test: worst(ranks.get(rank, "lost") for rank in range(4)) for test, ranks in found.items()}
+
+
+def test_four_ranks_pass(toy, tmp_path):
+    """Four ranks that meet all pass, and the launcher says so."""
+    record, code, _, attempt = finish(toy, "", tmp_path)
+    assert (code, record.fault, record.exit_codes) == (0, None, {"0": 0, "1": 0, "2": 0, "3": 0})
+    assert set(outcomes(attempt).values()) == {"passed"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(toy, tmp_path, name):
+    """One faulty rank ends the job within seconds; it is named with what it did, and no test of the rank passes."""
+    fault, kind, text = FAULTS[name]
+    record, code, seconds, attempt = finish(toy, fault, tmp_path, stall_s=3, stopped_s=1, grace_s=1)
+    assert code == 3
+    assert (record.fault.kind, record.fault.rank) == (kind, 2)
+    assert text in record.fault.text
+    assert outcomes(attempt) == {"suites/four.py::test_first": "passed", "suites/four.py::test_second": "lost"}
+    assert seconds < 20
+    assert all(process.state(pid) == "" for pid in ranks_of(attempt))
+
+
+def test_stall_shows_stacks(toy, tmp_path):
+    """A hung job leaves each rank's stack in its log before it is ended."""
+    _, _, _, attempt = finish(toy, "time.sleep(1000)", tmp_path, stall_s=3, grace_s=1)
+    assert "in test_second" in (attempt / "rank2.log").read_text()
+    assert "in barrier" in (attempt / "rank0.log").read_text()
+
+
+def test_job_limit(toy, tmp_path):
+    """A job over its own limit is ended, and the rank that held it up is named."""
+    record, code, _, _ = finish(toy, "time.sleep(1000)", tmp_path, timeout_s=4, grace_s=1)
+    assert (code, record.fault.kind, record.fault.rank) == (3, "timeout", 2)
+    assert "the job's limit of 4 s is over" in record.fault.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_survives_the_launcher(toy, tmp_path, number):
+    """Ranks, and what they started themselves, end with the launcher, whatever ended it."""
+    write_four(toy, "import subprocess; subprocess.Popen(['sleep', '1000']); time.sleep(1000)")
+    run_dir = toy.planned("toy.four")
+    (meet := tmp_path / "meet").mkdir()
+    launcher = toy.launch(run_dir, JOB, env={"K3_MEET": str(meet)}, grace_s=1)
+    attempt = run_dir / "jobs" / JOB / "attempts" / "0"
+    wait_until(lambda: len(list(meet.glob("second.*"))) == 3)
+    groups = ranks_of(attempt)
+    wait_until(lambda: len(members(groups)) == 5)
+    launcher.send_signal(number)
+    launcher.communicate(timeout=10)
+    wait_until(lambda: not members(groups))
+    record = load(attempt / "launch.json", LaunchRecord)
+    assert (record.fault.kind if record.fault else "") == ("terminated" if number == signal.SIGTERM else "")
+
+
+def test_refuses_a_changed_snapshot(toy, tmp_path):
+    """A file changed in the snapshot after planning: every rank refuses, naming it, and no test runs."""
+    write_four(toy, "")
+    run_dir = toy.planned("toy.four")
+    changed = run_dir / "snapshot" / "k3" / "math.py"
+    changed.chmod(0o644)
+    changed.write_text("def double(x): return x\n")
+    launcher = toy.launch(run_dir, JOB)
+    launcher.communicate(timeout=20)
+    record = load(run_dir / "jobs" / JOB / "attempts" / "0" / "launch.json", LaunchRecord)
+    assert (launcher.returncode, record.fault.kind) == (3, "refused")
+    assert "k3/math.py changed" in record.fault.text
+
+
+def test_refuses_a_second_launch(toy, tmp_path):
+    """An attempt is never written twice."""
+    run_dir = toy.planned("toy.double")
+    toy.launch(run_dir, "cpu1.toy.0").communicate(timeout=20)
+    again = toy.launch(run_dir, "cpu1.toy.0")
+    assert "already ran; use the next number" in again.communicate(timeout=20)[1]
+
+
+def ranks_of(attempt):
+    """Process ids of the ranks, from their start lines."""
+    return [msgspec.json.decode(path.read_bytes().splitlines()[0])["pid"] for path in attempt.glob("rank*.jsonl")]
+
+
+def members(groups):
+    """Live processes in these process groups."""
+    found = []
+    for entry in os.listdir("/proc"):
+        fields = process._stat(int(entry)) if entry.isdigit() else []
+        if fields and int(fields[2]) in groups and fields[0] not in "ZX":
+            found.append(int(entry))
+    return found
+
+
+def wait_until(condition, seconds=20):
+    """Poll until `condition` holds."""
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it never came to that"
+        time.sleep(0.05)

@@ -203,6 +203,14 @@ def run_in_place(body: Callable[[], None], ranks: int, name: str) -> None:
     _with_group(body, store, rank, world, backend, GROUP_TIMEOUT_S)
 
 
+def _observed(item, body) -> None:
+    """Tell the recorder which transport the group itself names, then run the body."""
+    import torch.distributed as dist
+
+    item.config.hook.pytest_k3_transport(item=item, backend=dist.get_backend())
+    body()
+
+
 def device():
     """Return the device of this rank: its GPU over nccl or with K3_DEVICE=cuda, else the CPU."""
     import torch
@@ -224,7 +232,7 @@ def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     body = functools.partial(pyfuncitem.obj, **arguments)
     if in_job():
-        run_in_place(body, ranks, pyfuncitem.nodeid)
+        run_in_place(functools.partial(_observed, pyfuncitem, body), ranks, pyfuncitem.nodeid)
     else:
         require_passed(run_forked(body, ranks, timeout_s))
     return True

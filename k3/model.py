@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from k3.config import K3Config
 from k3.kda import KDA, ShortConv
 from k3.layers import RMSNorm, linear
-from k3.loss import lm_loss, shift_labels
+from k3.loss import lm_loss
 from k3.moe import Router, StackedExperts
 from k3.residual import DecoderLayer, mix
+from k3.sequence import SequenceLayout
 
 
 class Decoder(nn.Module):
@@ -96,7 +97,7 @@ class K3Model(nn.Module):
         if labels is None:
             return None
         if shift:
-            labels = shift_labels(labels, layout.cu_seqlens if layout is not None else None)
+            labels = (layout or SequenceLayout()).shift_labels(labels)
         return self.loss_fn(logits, labels, loss_mask)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from k3.config import K3Config
 from k3.model import K3Model
-from k3.parallel import ParallelState, connect
+from k3.parallel import ParallelState, connect, context_layout
 from k3.sequence import SequenceLayout
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -105,7 +105,9 @@ def build_model(config: K3Config, *, impl_cfg: ImplConfig | None = None) -> Mode
         from k3.parallel import parallelize_model
 
         chunks = [parallelize_model(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
-    step = ForwardStep(chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd)
+    step = ForwardStep(
+        chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd, kda_cp_mode=impl_cfg.kda_cp_mode
+    )
     return ModelBundle(
         chunks=chunks, parallel_state=parallel, forward_step=step, extras=_extras(chunks, parallel, impl_cfg)
     )
@@ -132,18 +134,23 @@ class ForwardStep:
     """Forward of one batch through one chunk: `step(batch, model=None) -> {"logits", "loss"}`.
 
     batch: a mapping with input_ids [B, T] and optional labels, loss_mask (and cu_seqlens if `use_thd`), or an
-    iterator of such mappings, whose next one is taken.
+    iterator of such mappings, whose next one is taken. Under context parallelism the batch is the whole one, equal on
+    all cp ranks; it is split here, once, and the logits are this rank's share.
     """
 
     chunks: list[K3Model]
     parallel: ParallelState
     use_thd: bool = False
+    kda_cp_mode: str = "headwise"
 
     def __call__(self, batch: Mapping[str, Tensor] | Iterator[Mapping[str, Tensor]], model: K3Model | None = None):
         batch = dict(batch if isinstance(batch, Mapping) else next(batch))
         self._check(batch)
         cu_seqlens = batch.pop("cu_seqlens", None)
         layout = None if cu_seqlens is None else SequenceLayout(cu_seqlens=cu_seqlens)
+        if self.parallel.cp_size > 1:
+            layout = context_layout(self.parallel, self.kda_cp_mode, batch["input_ids"].shape[1], cu_seqlens)
+            batch = {name: layout.split(tensor) for name, tensor in batch.items() if tensor is not None}
         return (model or self.chunks[0])(**batch, layout=layout)
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
@@ -153,8 +160,7 @@ class ForwardStep:
             raise ValueError(
                 f"use_thd={self.use_thd} asks for batches {'with' if self.use_thd else 'without'} cu_seqlens"
             )
-        if self.parallel.pp_size * self.parallel.cp_size > 1:
+        if self.parallel.pp_size > 1:
             raise NotImplementedError(
-                f"forward_step of pp_size={self.parallel.pp_size}, cp_size={self.parallel.cp_size} is not one forward; "
-                "use k3.parallel's pipeline schedule and context layout"
+                f"forward_step of pp_size={self.parallel.pp_size} is not one forward; use k3.parallel.pipeline"
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from k3.paths import listen
+from suites.ranks import pytest_pyfunc_call  # noqa: F401 (the hook that runs `ranks(n)` bodies on n ranks)
 
 IN_JOB = "K3_JOB" in os.environ
 
@@ -53,8 +54,9 @@ def pytest_runtest_call(item):
 
 
 def _clear_caches():
+    """Forget what functions of k3 and the suites remember; the ranks keep their one store for a whole job."""
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("k3", "suites") and module is not None:
+        if name.split(".")[0] in ("k3", "suites") and name != "suites.ranks":
             for value in list(vars(module).values()):
                 if callable(clear := getattr(value, "cache_clear", None)):
                     clear()

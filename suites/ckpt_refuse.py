@@ -156,7 +156,8 @@ def test_memory_beside_the_model_is_bounded(tmp_path):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         report = load_hf_weights(model, folder, model.config)
     mapped = {path.stat().st_size for path in folder.glob("*.safetensors")}  # torch counts file mappings as memory
-    sizes = [event.self_cpu_memory_usage for event in recorded.events() if event.name == "[memory]"]
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    sizes = [event.self_cpu_memory_usage for event in events]
     live = accumulate(size for size in sizes if abs(size) not in mapped)
     largest = max(tensor.nbytes for tensor in model.state_dict().values())
     assert report.largest_tensor_bytes == largest

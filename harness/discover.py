@@ -47,7 +47,7 @@ def discover(tree: Path, files: list[str]) -> Discovery:
         raw = json.loads(answer.read_bytes())
     if asked.returncode not in (0, 2, 5) and not raw["errors"]:
         raw["errors"] = [{"file": file, "text": asked.stderr or asked.stdout} for file in present]
-    errors |= {_file_of(fault["file"], present): _short(fault["text"]) for fault in raw["errors"]}
+    errors = {_file_of(fault["file"], present): _short(fault["text"]) for fault in raw["errors"]} | errors
     return Discovery(items=tuple(TestItem(id=i["id"], ranks=tuple(i["ranks"])) for i in raw["items"]), errors=errors)
 
 

@@ -65,6 +65,7 @@ class Recorder:
         self.spec, self.tree, self.stream, self.tracer = spec, tree, stream, tracer
         self.collected: list[str] = []
         self.backend = "none"
+        self.closures: dict[tuple, dict[str, str]] = {}
         self.failed_parts: list[pytest.TestReport] = []
 
     def pytest_addhooks(self, pluginmanager):
@@ -108,12 +109,20 @@ class Recorder:
 
     def _end(self, item, started: float, outcome: str, message: str, seen: tuple[str, ...]) -> TestEnd:
         notes, now = item.stash[NOTES], time.time()
-        file = item.nodeid.split("::")[0]
-        pieces = test_closure(self.tree, file, self.tracer.lines(item.nodeid), self.tracer.lines(IMPORTING))
+        pieces = self._closure(item.nodeid)
         return TestEnd(
             test=item.nodeid, outcome=outcome, duration_s=now - started, time=now, message=message[-MESSAGE_LENGTH:],
             paths=tuple(notes.paths), kernels=seen, measures=tuple(notes.measures), closure=pieces, data=notes.data,
         )  # fmt: skip
+
+    def _closure(self, test: str) -> dict[str, str]:
+        """What the test used; parameters of one test mostly run the same lines, so each set is worked out once."""
+        lines, at_import = self.tracer.lines(test), self.tracer.lines(IMPORTING)
+        file = test.split("::")[0]
+        key = (file, _frozen(lines), _frozen(at_import))
+        if key not in self.closures:
+            self.closures[key] = test_closure(self.tree, file, lines, at_import)
+        return self.closures[key]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -157,6 +166,10 @@ def outcome_of(reports: list[pytest.TestReport]) -> tuple[str, str]:
         judged.append(("error", "the call phase never reported"))
     outcome = worst(outcome for outcome, _ in judged)
     return outcome, next(message for found, message in judged if found == outcome)
+
+
+def _frozen(lines: dict[str, set[int]]) -> frozenset:
+    return frozenset((file, frozenset(numbers)) for file, numbers in lines.items())
 
 
 def _outcome(report: pytest.TestReport) -> str:

@@ -109,7 +109,8 @@ def _failed(row: Row, reports: tuple[LaunchRecord, ...], log: str) -> Word:
 
 def _completed(row: Row, reports: tuple[LaunchRecord, ...]) -> Word:
     if not reports:
-        return Word(state="completed", machine_fault=True, reason=f"ended well{_on(row)}, but our launcher left no report")
+        reason = f"ended well{_on(row)}, but our launcher left no report"
+        return Word(state="completed", machine_fault=True, reason=reason)
     if any(report.ended_at is None for report in reports):
         return Word(state="completed", machine_fault=True, reason="ended well, but our launcher's report is unfinished")
     return Word(state="completed")
@@ -150,5 +151,7 @@ def _on(row: Row) -> str:
 
 
 def _last(text: str) -> str:
+    """The line that says most: the first that speaks of an error, else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "none"
+    telling = [line for line in lines if "error" in line.lower() and "task 0: Exited" not in line]
+    return (telling[0] if telling else lines[-1])[:300] if lines else "none"

@@ -1,4 +1,4 @@
-"""What Slurm starts on a node: finds this task's order, settles its attempt number and rendezvous, becomes the launcher.
+"""What Slurm starts on a node: finds its order, settles attempt number and rendezvous, becomes the launcher.
 
 Runs from inside the snapshot with nothing but the standard library, once per node (or once per rank when the profile
 says so). A start that the scheduler repeats by itself is an attempt of its own: the first task takes the next free
@@ -25,7 +25,7 @@ PRIVATE_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m harness.enter FOLDER`: FOLDER holds the submission's table.json. Does not return when all is well."""
+    """`python -m harness.enter FOLDER`: FOLDER holds table.json. Becomes the launcher when all is well."""
     folder = Path(arguments[0])
     table = json.loads((folder / "table.json").read_text())
     order = table["orders"][int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]
@@ -39,7 +39,12 @@ def main(arguments: list[str]) -> int:
     if claim is None:
         print(f"the first task did not say where it is within {WAIT_S:g} s", file=sys.stderr)
         return EX_UNAVAILABLE
-    env = environment(table, claim, job_dir)
+    become_launcher(run_dir, job_dir, claim, environment(table, claim, job_dir))
+    return 0
+
+
+def become_launcher(run_dir: Path, job_dir: Path, claim: dict, env: dict[str, str]) -> None:
+    """Replace this process, so that signals and the exit code are the launcher's own."""
     command = [sys.executable, "-m", "harness.launch", str(job_dir), "--attempt", str(claim["attempt"])]
     os.chdir(run_dir / "snapshot")
     os.execve(sys.executable, command, env)
@@ -63,7 +68,7 @@ def settle(job_dir: Path, attempt: int) -> dict | None:
 
 
 def claim_number(job_dir: Path, raw_id: str, restart: int) -> int:
-    """The attempt number of the scheduler's own restart of a job: node and collector ask here, whoever is first sets it."""
+    """The number of a start that the scheduler repeated: node and collector both ask here, the first one sets it."""
     path = job_dir / "claims" / f"{raw_id}.{restart}.number"
     if path.exists():
         return int(path.read_text())

@@ -95,8 +95,8 @@ def parameters(run_dir: Path, cluster: Cluster, name: str, shape: Shape) -> dict
     per_node = shape.ranks // shape.nodes
     tasks = per_node if cluster.launcher == "rank" else 1
     cpus = cluster.cpus_per_rank * per_node // tasks
-    named = {key: getattr(cluster, key) for key in ("partition", "account", "qos", "constraint", "exclude", "dependency")}
-    wanted = {key: value for key, value in named.items() if value}
+    named = ("partition", "account", "qos", "constraint", "exclude", "dependency")
+    wanted = {key: value for key in named if (value := getattr(cluster, key))}
     if cluster.memory_gb_per_node:
         wanted["mem"] = f"{int(cluster.memory_gb_per_node * 1024)}M"
     if shape.gpus_per_node:
@@ -125,14 +125,16 @@ def _command(made: SlurmExecutor) -> str:
 
 def submit(run_dir: Path, cluster: Cluster, orders: Sequence[Order]) -> list[Group]:
     """Place new groups for these orders. A refusal is kept as such; silence leaves a group open for the collector."""
-    specs = {order.job: load(run_dir / "jobs" / order.job / "spec.json", JobSpec) for order in orders}
-    attempts = {order.job: order for order in orders}
-    placed = []
     with journal.lock(run_dir):
-        for batch in arrange(list(specs.values()), cluster, array_limit()):
-            intent = _intend(run_dir, [attempts[spec.job] for spec in batch])
-            placed.append(place(run_dir, cluster, intent))
-    return placed
+        return submit_locked(run_dir, cluster, orders)
+
+
+def submit_locked(run_dir: Path, cluster: Cluster, orders: Sequence[Order]) -> list[Group]:
+    """`submit` for a caller that holds the journal's lock."""
+    specs = [load(run_dir / "jobs" / order.job / "spec.json", JobSpec) for order in orders]
+    by_job = {order.job: order for order in orders}
+    batches = arrange(specs, cluster, array_limit()) if specs else []
+    return [place(run_dir, cluster, _intend(run_dir, [by_job[spec.job] for spec in batch])) for batch in batches]
 
 
 def _intend(run_dir: Path, orders: Sequence[Order]) -> Intent:

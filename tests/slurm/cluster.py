@@ -224,9 +224,11 @@ class SlurmCluster:
         self.run("slurmd", "-N", f"n{i}", "-f", str(self.conf), "-d", stepd)
 
     def kill_node(self, i: int) -> None:
-        """A node dies: its daemon, its step daemons and what they started, all at once."""
+        """A node dies: its daemon, then its step daemons before they can report, then what they started."""
         self._stop(f"slurmd.n{i}", signal.SIGKILL)
-        for pid in self._left_over(f"n{i}"):
+        jobs = self._left_over(f"n{i}")
+        daemons = {daemon for job in jobs for daemon in _step_daemons_above(job)}
+        for pid in [*daemons, *jobs]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -333,6 +335,18 @@ class SlurmCluster:
                 if (job and (not node or f"SLURMD_NODENAME={node}" in words)) or (step and not node):
                     found.append(int(folder.name))
         return [pid for pid in found if pid != os.getpid()]
+
+
+def _step_daemons_above(pid: int) -> list[int]:
+    """The slurmstepd processes among a process's ancestors."""
+    found = []
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            if name.startswith("slurmstepd"):
+                found.append(pid)
+            pid = int(rest.split()[1])
+    return found
 
 
 def _alive(pid: int) -> bool:

@@ -67,6 +67,7 @@ class Recorder:
         self.backend = "none"
         self.closures: dict[tuple, dict[str, str]] = {}
         self.failed_parts: list[pytest.TestReport] = []
+        self.refuted: set[str] = set()
 
     def pytest_addhooks(self, pluginmanager):
         pluginmanager.add_hookspecs(Hooks)
@@ -83,17 +84,26 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         """Run one test: traced, and once more untraced where it declares a number."""
+        if self._is_decided(item.nodeid):
+            return True
         notes = item.stash[NOTES] = Notes()
         started = time.time()
         self.stream.write(TestStart(test=item.nodeid, time=started))
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         with self.tracer.test(item.nodeid), kernels(self.spec.topology.device) as seen, _benchmarks_off(item):
             outcome, message = self._pass(item, nextitem)
-        if is_timed(item) and outcome == "passed":
+        if is_timed(item) and outcome == "passed" and not self.spec.sabotage:
             outcome, message = self._timed_pass(item, nextitem, notes)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         self.stream.write(self._end(item, started, outcome, message, tuple(seen)))
+        if outcome in ("failed", "error"):
+            self.refuted |= {claim for claim, tests in self.spec.until_failure.items() if item.nodeid in tests}
         return True
+
+    def _is_decided(self, test: str) -> bool:
+        """Whether every claim this test speaks for has failed already, in a job that asks no more than that."""
+        claims = {claim for claim, tests in self.spec.until_failure.items() if test in tests}
+        return bool(claims) and claims <= self.refuted
 
     def _pass(self, item, nextitem) -> tuple[str, str]:
         self.failed_parts = []

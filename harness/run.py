@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness import progress, spool
+from harness import mutate, progress, spool
 from harness.collect import collect, look
 from harness.planning import Session, add_selection, known_statuses, prepare, summary
 from harness.spec import ClaimStatus, HarnessError
@@ -22,10 +22,13 @@ INTERRUPTED = 130
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `k3-harness run`."""
     add_selection(parser)
+    mutate.configure(parser)
 
 
 def command(options: argparse.Namespace) -> int:
     """Run what is not settled. 0: every selected cell is proven; 1: some is not; 130: interrupted."""
+    if options.sabotage:
+        return mutate.command(options)
     if not options.names:
         raise HarnessError("run what? name suites, claims or test files, e.g. k3-harness run quick")
     console = Console(highlight=False)

@@ -89,6 +89,7 @@ class JobSpec(Record, kw_only=True):
     snapshot: str  # hash of the manifest the job must find
     env: dict[str, str] = {}  # set for every rank, e.g. K3_PUBLIC
     sabotage: str = ""
+    until_failure: dict[str, tuple[str, ...]] = {}  # claim -> tests: after a failure its others are left out
     timeout_s: float = 600.0
     stall_s: float = 300.0  # a rank without any event for so long is hung
     stopped_s: float = 3.0  # a rank that the kernel reports stopped for so long is hung

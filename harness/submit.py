@@ -59,8 +59,16 @@ def orders_for(expected: Expected, plan: Plan, run: str, nonce: str) -> JobSpec:
     return JobSpec(
         run=run, nonce=nonce, job=expected.job, topology=expected.topology, tests=expected.tests,
         snapshot=plan.snapshot, env={**plan.env, "K3_BACKEND": expected.topology.backend}, sabotage=plan.sabotage,
-        timeout_s=60.0 * expected.timeout_min,
+        until_failure=until_failure(expected, plan) if plan.sabotage else {}, timeout_s=60.0 * expected.timeout_min,
     )  # fmt: skip
+
+
+def until_failure(expected: Expected, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Whose tests stop at the first failure: on one rank, every claim's. Several ranks must run the same tests."""
+    if expected.topology.ranks > 1:
+        return {}
+    cells = [cell for cell in plan.cells if cell.topology == expected.topology.name and cell.claim in expected.claims]
+    return {cell.claim: cell.tests for cell in cells}
 
 
 def submit(plan: Plan, cluster: Cluster, run_dir: Path) -> None:

@@ -97,7 +97,7 @@ def _place(topology: Topology, stream: Stream) -> list[str]:
               if found != wanted]  # fmt: skip
     if topology.device == "cuda" and not seen.fingerprint.gpus:
         faults.append("no GPU is visible to a rank that claims to run on cuda")
-    outside = [name for name, path in seen.modules.items() if path.startswith(("/", "..")) or ":" in path]
+    outside = [name for name, path in seen.modules.items() if path.startswith(("/", "..", "<")) or ":" in path]
     return faults + [f"imported {name} from outside the snapshot" for name in sorted(outside)]
 
 
@@ -171,9 +171,16 @@ def _fold(expected: Expected, found: Examined) -> None:
 def _detail(test: str, outcome: str, ranks: list[int], found: Examined) -> str:
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))}"
     if outcome != "lost":
-        message = found.rows[test][ranks[0]].message.strip().splitlines()
-        return f"{test} {outcome} on {where}" + (f": {message[0][:200]}" if message else "")
+        told = _headline(found.rows[test][ranks[0]].message)
+        return f"{test} {outcome} on {where}" + (f": {told}" if told else "")
     return f"{test} lost on {where}: {_why_lost(test, ranks, found)}"
+
+
+def _headline(message: str) -> str:
+    """The line of a traceback that says what went wrong: pytest marks it with E, else it is the last."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    marked = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
+    return (marked or lines[-1:] or [""])[0][:200]
 
 
 def _why_lost(test: str, ranks: list[int], found: Examined) -> str:

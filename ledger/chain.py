@@ -20,8 +20,8 @@ GENESIS = "0" * 64
 
 def head_of(stream: Stream) -> dict:
     """Everything a stream says besides its tests."""
-    return {"starts": stream.starts, "environments": stream.environments, "ends": stream.ends,
-            "faults": stream.faults, "unfinished": stream.unfinished, "last_time": stream.last_time}  # fmt: skip
+    names = ("starts", "environments", "ends", "faults", "unfinished", "last_time", "log")
+    return {name: getattr(stream, name) for name in names}
 
 
 def digest_rows(rows: Iterable[tuple]) -> str:

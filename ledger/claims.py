@@ -37,17 +37,18 @@ def open_judge(
 ) -> Judge:
     """The judge of a tree, with the facts that `statuses` would use."""
     claims = claimfile.load(Path(root))
-    return Judge(claims, Tree(Path(root), known_inputs(claims), use_cache), gather(ledger, evidence))
+    facts = gather(Path(root), ledger, evidence)
+    return Judge(claims, Tree(Path(root), known_inputs(claims), use_cache), facts)
 
 
-def gather(ledger: Path | str | None, evidence: Path | str | None) -> Facts:
+def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None) -> Facts:
     """Facts of the ledger and of the evidence folder, as asked; a ledger that was named must exist."""
     from ledger.db import connect_read
     from ledger.state import ledger_path
 
     found = Facts()
     if ledger is not None or (evidence is None and ledger_path().is_file()):
-        found = from_ledger(connect_read(ledger))
+        found = from_ledger(connect_read(ledger), root / "ledger" / "keys")
     return found if evidence is None else merge(found, from_evidence(Path(evidence)))
 
 
@@ -65,8 +66,7 @@ class Judge:
 
     def status(self, claim: Claim, topology: Topology) -> ClaimStatus:
         """The state and grade of one cell."""
-        found = sorted(self.facts.real.get((claim.id, topology.name), []), key=lambda one: one.fact.created_at)
-        dated = [(one, self.stale(claim, one.fact)) for one in found]
+        dated = self.dated(claim, topology)
         fresh = [one for one, why in dated if not why]
         rate = self.kill_rate(claim)
         verdict = self.standing(fresh) or self.fallen(claim, dated)
@@ -74,6 +74,15 @@ class Judge:
         if state == "proven" and rate is not None and rate < claim.kill_rate:
             state, reason = "unproven", f"kill rate {rate:.0%} is below the declared {claim.kill_rate:.0%}"
         return self.render(claim, topology, state, reason, one, expired_by, fresh, rate)
+
+    def dated(self, claim: Claim, topology: Topology) -> list[tuple[Sourced, str]]:
+        """Every fact of a cell, oldest first, with why it is stale."""
+        found = sorted(self.facts.real.get((claim.id, topology.name), []), key=lambda one: one.fact.created_at)
+        return [(one, self.stale(claim, one.fact)) for one in found]
+
+    def decided(self, claim: Claim, topology: Topology) -> list[Sourced]:
+        """The verdicts about this very code: what has to be published for the cell to read as it does."""
+        return [one for one, why in self.dated(claim, topology) if not why and one.fact.outcome != "unproven"]
 
     def stale(self, claim: Claim, fact: Fact) -> str:
         """Why a fact says nothing of this tree; '' if it does."""
@@ -124,11 +133,18 @@ class Judge:
 
     def sabotages(self, claim: Claim) -> dict[str, bool]:
         """Sabotage -> whether some topology's tests noticed it when last tried."""
-        last: dict[tuple[str, str], bool] = {}
+        found: dict[str, bool] = {}
+        for fact in self.counted(claim):
+            found[fact.sabotage] = found.get(fact.sabotage, False) or fact.outcome == "failed"
+        return found
+
+    def counted(self, claim: Claim) -> list[Fact]:
+        """The last word of each (sabotage, topology) under these very tests."""
+        last: dict[tuple[str, str], Fact] = {}
         for fact in sorted(self.facts.sabotage.get(claim.id, []), key=lambda f: f.created_at):
             if fact.outcome != "unproven" and fact.claim_digest == claim_digest(claim) and self.same_tests(fact):
-                last[fact.sabotage, fact.topology] = fact.outcome == "failed"
-        return {name: any(value for (other, _), value in last.items() if other == name) for name, _ in last}
+                last[fact.sabotage, fact.topology] = fact
+        return list(last.values())
 
     def same_tests(self, fact: Fact) -> bool:
         closure = self.facts.closure(fact.closure)

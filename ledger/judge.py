@@ -106,9 +106,16 @@ class _Cell:
             return [*found, f"job {job.job} attempt {last.number} ended as {last.attempt.state}{reason}"]
         tests = self.tests[expected.job]
         found += [last.details[t] for t in sorted(tests) if last.outcomes[t] != "passed"]
-        found += [f"job {job.job}: {fault}" for fault in last.faults]
+        found += [f"job {job.job}: {fault}" for fault in last.faults + self.unplanned(last)]
         found += [f"scheduler disagrees: {fault}" for fault in word.disagreements]
         return found or path_faults(self.claim, expected.topology, tests, last)
+
+    def unplanned(self, last: Examined) -> list[str]:
+        """Tests of this claim that the node found and the plan left out: a plan may not choose what suits it."""
+        planned = {test for tests in self.tests.values() for test in tests}
+        collected = {t for s in last.streams.values() for end in s.ends for t in end.collected} - planned
+        mine = sorted(t for t in collected if any(selects(p, t) for p in self.claim.tests))
+        return [f"{test} exists on the node and was not planned" for test in mine]
 
     def code_faults(self) -> list[str]:
         """Closures must name pieces as they are in the snapshot that was planned."""

@@ -68,6 +68,7 @@ class Stream(msgspec.Struct, kw_only=True):
     tests: list[tuple[int, TestRow, float | None]] = []
     unfinished: str = ""  # the test that started last and never ended
     last_time: float = 0.0
+    log: str = ""  # SHA-256 of the rank's log, '' if there is none
     faults: list[str] = []
 
 
@@ -180,7 +181,10 @@ def read_streams(job: str, attempts: Path) -> list[Stream]:
     for folder in sorted(folders, key=lambda path: int(path.name)):
         for path in folder.iterdir():
             if match := RANK_FILE.match(path.name):
-                found.append(read_stream(job, int(folder.name), int(match[1]), path.read_bytes()))
+                stream = read_stream(job, int(folder.name), int(match[1]), path.read_bytes())
+                log = path.with_suffix(".log")
+                stream.log = hashlib.sha256(log.read_bytes()).hexdigest() if log.is_file() else ""
+                found.append(stream)
     return sorted(found, key=lambda stream: (stream.attempt, stream.rank))
 
 

@@ -48,18 +48,25 @@ class Facts:
 
 
 LATEST = """
-    SELECT fact.body, max(fact.created_at) FROM fact
+    SELECT fact.body, source, max(fact.created_at) FROM fact
     JOIN (SELECT source, run, max(generation) AS generation FROM fact GROUP BY source, run) AS latest
       USING (source, run, generation)
     GROUP BY claim, topology, sabotage, outcome, claim_digest, closure, toolchain, witness, source != ''
 """
 
 
-def from_ledger(connection: sqlite3.Connection) -> Facts:
-    """The latest fact of each kind per cell: kinds differ in outcome, closure, toolchain, witness or sabotage."""
+def from_ledger(connection: sqlite3.Connection, keys: Path) -> Facts:
+    """The latest fact of each kind per cell: kinds differ in outcome, closure, toolchain, witness or sabotage.
+
+    A fact that came with an imported evidence file is sealed by the keys of the folder `keys` that signed the file.
+    """
     found = Facts()
     decoder = msgspec.json.Decoder(Fact)
-    found.add(Sourced(fact=decoder.decode(row[0])) for row in connection.execute(LATEST))
+    rows = connection.execute(LATEST).fetchall()
+    seals = {source: _seals(connection, source, keys) for source in {row[1] for row in rows}}
+    found.add(
+        Sourced(fact=decoder.decode(body), keys=seals[source][0], clusters=seals[source][1]) for body, source, _ in rows
+    )
 
     def load(name: str) -> dict[str, str] | None:
         row = connection.execute("SELECT body FROM blob WHERE digest = ?", (name,)).fetchone()
@@ -67,6 +74,17 @@ def from_ledger(connection: sqlite3.Connection) -> Facts:
 
     found.loaders.append(load)
     return found
+
+
+def _seals(connection: sqlite3.Connection, source: str, keys: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if not source:
+        return (), ()
+    from ledger.evidence import seals_of
+    from ledger.signing import allowed_keys
+
+    body = connection.execute("SELECT body FROM evidence WHERE digest = ?", (source,)).fetchone()[0]
+    good = seals_of(body.encode(), allowed_keys(keys))
+    return tuple(key.label for key in good), tuple(key.cluster for key in good)
 
 
 def merge(target: Facts, other: Facts) -> Facts:

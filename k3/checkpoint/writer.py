@@ -34,7 +34,7 @@ class ShardWriter:
         if kind is None:
             self.publish()
         else:
-            with suppress(OSError):  # a full disk fails again when the buffer is flushed
+            with self._file.raw, suppress(OSError):  # a full disk fails again when the buffer is flushed
                 self._file.close()
             self.temporary.unlink(missing_ok=True)
 

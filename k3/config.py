@@ -102,7 +102,7 @@ class K3Config:
         found = [Fault((), text) for text in texts]
         try:
             config = cls(**values, source=public)
-            if config.pad_token_id != values["pad_token_id"]:
+            if config.pad_token_id != values.get("pad_token_id", config.pad_token_id):
                 found.append(Fault((), f"pad_token_id={values['pad_token_id']} exceeds vocab_size={config.vocab_size}"))
         except ConfigError as error:
             found += [fault for fault in error.faults if set(fault.fields) <= set(values)]

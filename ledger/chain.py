@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from ledger.facts import Fact
-from ledger.record import digest, encode
+from ledger.record import Attempt, digest, encode
 from ledger.runs import Stream
 
 GENESIS = "0" * 64
@@ -22,6 +22,12 @@ def head_of(stream: Stream) -> dict:
     """Everything a stream says besides its tests."""
     names = ("starts", "environments", "ends", "faults", "unfinished", "last_time", "log")
     return {name: getattr(stream, name) for name in names}
+
+
+def attempt_row(a: Attempt) -> tuple:
+    """The columns of an attempt."""
+    return (a.number, a.state, int(a.machine_fault), a.scheduler_id, ",".join(a.nodes), a.exit_code, a.submitted_at,
+            a.started_at, a.ended_at)  # fmt: skip
 
 
 def digest_rows(rows: Iterable[tuple]) -> str:

@@ -46,6 +46,20 @@ def parser() -> argparse.ArgumentParser:
     matrix.add_argument("--write", action="store_true", help="replace the block in README.md")
     matrix.add_argument("--check", action="store_true", help="print a diff and exit 1 if README.md disagrees")
     matrix.add_argument("--local", action="store_true", help="from this user's ledger instead (never into README.md)")
+    verify = add(
+        verbs, "verify", commands.verify, "look for lies in evidence, ledger and run directories, and print one"
+    )
+    verify.add_argument("--all", action="store_true", help="print every lie, not only the first")
+    verify.add_argument("--runs", metavar="DIR", type=Path, help="run directories (default: the user's spool)")
+    export = add(verbs, "export", commands.export, "publish runs as signed, chained files without names or paths")
+    export.add_argument("run_id", nargs="*", help="run ids; those that the present verdicts rest on if none")
+    export.add_argument("--out", metavar="DIR", type=Path, help="folder (default: ledger/evidence/ of the project)")
+    export.add_argument("--unsigned", action="store_true", help="write without a signature")
+    export.add_argument("--public-key", action="store_true", help="print the file for ledger/keys/ and stop")
+    export.add_argument("--label", default="", help="with --public-key: who signs, in a word")
+    export.add_argument("--cluster", default="", help="with --public-key: for which cluster this key speaks")
+    imports = add(verbs, "import", commands.import_, "take evidence files, or folders of them, into the ledger")
+    imports.add_argument("path", nargs="+", type=Path, help="evidence files or folders")
     return top
 
 

@@ -72,12 +72,59 @@ def _state_text(row: dict, machine: dict) -> str:
 
 def is_here(toolchain: str, machine: dict) -> bool:
     """Whether a recorded toolchain is this machine's, as far as it can be known without importing torch."""
-    parts = dict(part.split(" ", 1) for part in toolchain.split(", ") if " " in part)
+    from ledger.windows import versions
+
+    parts = versions(toolchain)
     return bool(parts) and all(machine.get(name, value) == value for name, value in parts.items())
 
 
 def _percent(rate: float | None) -> str:
     return "" if rate is None else f"{rate:.0%}"
+
+
+def verify(options: Namespace) -> int:
+    """Print the first lie, or every one with --all; exit 1 if there is any."""
+    from ledger import verify as checks
+    from ledger.state import ledger_path, state_dir
+
+    root = root_of(options)
+    ledger = options.ledger or (ledger_path() if ledger_path().is_file() else None)
+    runs = options.runs or state_dir() / "runs"
+    found = checks.lies(root, ledger, runs if runs.is_dir() else None)
+    lies = list(found) if options.all else [lie for lie in [next(found, None)] if lie]
+    for lie in lies:
+        print(lie)
+    if not lies:
+        print(f"no lie found in {checks.looked_at(root, ledger)}")
+    return 1 if lies else 0
+
+
+def export(options: Namespace) -> int:
+    """Publish runs, or print the key file that lets this user's seals count."""
+    from ledger import export as files
+    from ledger.record import encode
+    from ledger.signing import allowed_keys, own_signer, public_file
+
+    root = root_of(options)
+    if options.public_key:
+        print(encode(public_file(own_signer(), options.label, options.cluster)).decode())
+        return 0
+    done = files.export(root, options.ledger, options.run_id, options.out, signed=not options.unsigned)
+    for name in done.files:
+        print(f"{'wrote' if name in done.changed else 'kept '} {name}")
+    if done.keyid and done.keyid not in allowed_keys(root / "ledger" / "keys"):
+        print(f"key {done.keyid[:12]} is not in ledger/keys/, so these files are not sealed; a reviewed commit of "
+              "`k3-ledger export --public-key` makes it count", file=sys.stderr)  # fmt: skip
+    return 0
+
+
+def import_(options: Namespace) -> int:
+    """Take evidence files into the ledger."""
+    from ledger.export import import_files
+
+    done = import_files(root_of(options), options.path, options.ledger)
+    print(f"{len(done.new)} files taken in, {len(done.known)} known already")
+    return 0
 
 
 def show(options: Namespace) -> int:
@@ -131,16 +178,26 @@ def _listing(options: Namespace, rows: list[dict]) -> int:
     return 0
 
 
+def _block(root: Path, **sources_and_cache) -> str:
+    from ledger.claims import open_judge
+    from ledger.matrix import block
+    from ledger.windows import flags
+
+    judge = open_judge(root, **sources_and_cache)
+    found = [judge.status(claim, topology) for claim, topology in judge.claims.cells()]
+    judge.tree.save_cache()
+    return block(found, {(s.id, s.topology): flags(s, judge.claims.claims[s.id]) for s in found})
+
+
 def matrix(options: Namespace) -> int:
     """Print, write or check the README's block."""
     from ledger import matrix as blocks
-    from ledger.claims import statuses
 
     root = root_of(options)
     if options.local:
-        print(blocks.block(statuses(root, ledger=options.ledger)), end="")
+        print(_block(root, ledger=options.ledger), end="")
         return 0
-    text = blocks.block(statuses(root, evidence=root / EVIDENCE, use_cache=False))
+    text = _block(root, evidence=root / EVIDENCE, use_cache=False)
     readme = root / "README.md"
     if options.write:
         print("README.md rewritten" if blocks.write(readme, text) else "README.md is already right")

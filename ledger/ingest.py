@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ledger.chain import Content, append_entry, digest_rows, head_of, insert, insert_facts, last_known
+from ledger.chain import Content, append_entry, attempt_row, digest_rows, head_of, insert, insert_facts, last_known
 from ledger.db import LedgerError, open_ledger, translated
 from ledger.facts import Fact
 from ledger.judge import facts
@@ -146,10 +146,8 @@ class _Writer:
     def insert_job(self, job: JobRecord) -> None:
         insert(self.db, "job", (self.id, job.job, self.generation, job.scheduler, job.collected_at,
                                 encode(job).decode(), digest(job)))  # fmt: skip
-        for a in job.attempts:
-            insert(self.db, "attempt", (self.id, job.job, self.generation, a.number, a.state, int(a.machine_fault),
-                                        a.scheduler_id, ",".join(a.nodes), a.exit_code, a.submitted_at, a.started_at,
-                                        a.ended_at))  # fmt: skip
+        for attempt in job.attempts:
+            insert(self.db, "attempt", (self.id, job.job, self.generation, *attempt_row(attempt)))
         self.content.add("job", job.job, digest(job))
 
     def insert_stream(self, stream: Stream) -> int:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from ledger.record import ClaimStatus
+from ledger.windows import Window
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+Cell = tuple[str, str]  # claim, topology
 MARKS = {"proven": "🟢", "expired": "🟡", "unproven": "⚪", "needs": "⚪", "refuted": "🔴", "flaky": "🟠"}
 
 
@@ -21,14 +23,16 @@ class MatrixError(ValueError):
     """A README without a place for the matrix."""
 
 
-def block(statuses: Iterable[ClaimStatus], known_bad: dict[str, str] | None = None) -> str:
-    """Return the block between the markers, markers included. `known_bad` maps a toolchain to a linked warning."""
-    found = list(statuses)
+def block(statuses: Iterable[ClaimStatus], flags: Mapping[Cell, Sequence[Window]] | None = None) -> str:
+    """Return the block between the markers, markers included. `flags` are the known-bad windows of some cells."""
+    found, flags = list(statuses), flags or {}
     parts = [BEGIN, summary(found)]
     for group, members in groupby(found, key=lambda status: status.id.split(".")[0]):
         parts += ["", f"**{group}**", "", "| claim | where | state | grade | kills |", "|---|---|---|---|---|"]
-        parts += [_row(status, known_bad or {}) for status in members]
-    parts += [*_notes(found, known_bad or {}), END]
+        parts += [_row(status, flags.get((status.id, status.topology), ())) for status in members]
+    used = sorted({str(window) for windows in flags.values() for window in windows})
+    parts += ["", *(f"⚠ {text}" for text in used)] if used else []
+    parts.append(END)
     return "\n".join(parts) + "\n"
 
 
@@ -39,9 +43,9 @@ def summary(found: list[ClaimStatus]) -> str:
     return f"{len(found)} cells: {told}."
 
 
-def _row(status: ClaimStatus, known_bad: dict[str, str]) -> str:
+def _row(status: ClaimStatus, flags: Sequence[Window]) -> str:
     kills = "" if status.kill_rate is None else f"{status.kill_rate:.0%}"
-    cells = [f"`{status.id}` {_plain(status.text)}", where(status), _state(status, known_bad), grade(status), kills]
+    cells = [f"`{status.id}` {_plain(status.text)}", where(status), _state(status, flags), grade(status), kills]
     return f"| {' | '.join(cells)} |"
 
 
@@ -59,10 +63,10 @@ def grade(status: ClaimStatus) -> str:
     return f"{status.scope}, {status.witness}, {'sealed' if status.sealed else 'unsealed'}"
 
 
-def _state(status: ClaimStatus, known_bad: dict[str, str]) -> str:
+def _state(status: ClaimStatus, flags: Sequence[Window]) -> str:
     mark = MARKS[status.state]
     if status.state == "proven":
-        warning = " ⚠" if status.toolchain in known_bad else ""
+        warning = " ⚠" if flags else ""
         return f"{mark} proven on {status.toolchain}{warning}"
     reason = status.reason.removeprefix("needs ") if status.state == "needs" else status.reason
     return f"{mark} {status.state}{' ' if status.state == 'needs' else ': '}{_plain(reason)}"
@@ -72,11 +76,6 @@ def _plain(text: str) -> str:
     """One line that cannot break a table."""
     flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _notes(found: list[ClaimStatus], known_bad: dict[str, str]) -> list[str]:
-    used = sorted({s.toolchain for s in found if s.toolchain in known_bad})
-    return [""] + [f"⚠ {toolchain}: {known_bad[toolchain]}" for toolchain in used] if used else []
 
 
 def replaced(readme: str, text: str) -> str:

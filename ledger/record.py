@@ -39,6 +39,7 @@ class Topology(Record, kw_only=True):
     backend: Literal["none", "gloo", "nccl"] = "none"
     gpus_per_node: int = 0
     timeout_min: int = 10
+    stall_s: float = 300.0  # a rank that reports nothing for so long is hung
 
 
 class Input(Record, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 from ledger.claimfile import ClaimFileError
 from ledger.claims import Judge, open_judge
 from ledger.record import Claim, Topology
+from ledger.windows import reach
 
 
 def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None) -> dict:
@@ -23,6 +24,8 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
         raise ClaimFileError(f"no claim {claim_id!r}; {'did you mean ' + ', '.join(close) if close else 'see claims'}")
     cells = [_cell(judge, claim, judge.claims.topologies[name], ledger) for name in claim.topologies]
     judge.tree.save_cache()
+    passed = [one.fact.toolchain for (name, _), found in judge.facts.real.items() if name == claim.id
+              for one in found if one.fact.outcome == "passed"]  # fmt: skip
     return {
         "id": claim.id,
         "text": claim.text,
@@ -32,6 +35,7 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
         "scope": claim.scope,
         "kill_rate_declared": claim.kill_rate,
         "sabotages": {k: "killed" if v else "survived" for k, v in judge.sabotages(claim).items()},
+        "reach": reach(claim, passed, root),
         "cells": cells,
     }
 
@@ -120,6 +124,8 @@ def print_chain(found: dict) -> None:
     survived = [name for name, word in found["sabotages"].items() if word != "killed"]
     kills = f"{len(killed)} of {len(found['sabotages'])} sabotages noticed" if found["sabotages"] else "no evidence yet"
     print(f"kill rate  {kills}, {found['kill_rate_declared']:.0%} declared" + _listed("; survived: ", survived))
+    for name, texts in found["reach"].items():
+        print(f"{name.replace('_', ' ')}  {'; '.join(texts) or 'none'}")
     for cell in found["cells"]:
         _print_cell(cell)
 

@@ -55,6 +55,14 @@ class Audit:
     def passed(self) -> bool:
         return not self.counts
 
+    def text(self) -> str:
+        """Counts and the listed names, one a line."""
+        lines = []
+        for kind, names in self.faults.items():
+            lines += [f"{self.counts[kind]} {kind}:", *(f"  {name}" for name in names)]
+            lines += [f"  ... {self.counts[kind] - len(names)} more"] * (self.counts[kind] > len(names))
+        return "\n".join(lines)
+
 
 def read_index(path: str | Path) -> Index:
     """Decode an index file. Raises CheckpointError for what is not one, or names a key twice."""

@@ -31,11 +31,13 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.publish()
-        else:
-            with self._file.raw, suppress(OSError):  # a full disk fails again when the buffer is flushed
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            with suppress(OSError):  # a full disk fails again when the buffer is flushed
                 self._file.close()
+            self._file.raw.close()
             self.temporary.unlink(missing_ok=True)
 
     def write(self, tensor: torch.Tensor) -> None:
@@ -49,7 +51,7 @@ class ShardWriter:
     def write_bytes(self, data: memoryview | bytes) -> None:
         self._file.write(data)
 
-    def publish(self) -> None:
+    def _publish(self) -> None:
         """Make the shard durable and give it its name."""
         self._file.flush()
         os.fsync(self._file.fileno())

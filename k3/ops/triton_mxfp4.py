@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 GROUP = 32
+_UNPACK, _PACK = (128, 4), (64, 4)  # groups of a program, and its warps
 RULES = {"floor": 0x800000, "even": 0x600000, "ceil6": 0x400001}  # mantissa from which the shared exponent goes up
 
 
@@ -66,7 +67,9 @@ def dequantise(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     packed, scale = packed.contiguous(), scale.contiguous()
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
     if out.numel():
-        _dequantise[(triton.cdiv(scale.numel(), 128),)](packed, scale, out, scale.numel(), BLOCK=128, num_warps=4)
+        block, warps = _UNPACK
+        grid = (triton.cdiv(scale.numel(), block),)
+        _dequantise[grid](packed, scale, out, scale.numel(), BLOCK=block, num_warps=warps)
     return out
 
 
@@ -81,6 +84,7 @@ def quantise(weight: torch.Tensor, *, rule: str = "even") -> tuple[torch.Tensor,
     packed = torch.empty(*lead, weight.shape[-1] // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(*lead, weight.shape[-1] // GROUP, dtype=torch.uint8, device=weight.device)
     if groups:
-        grid = (triton.cdiv(groups, 64),)
-        _quantise[grid](weight, packed, scale, groups, ROUND_UP=RULES[rule], BLOCK=64, num_warps=4)
+        block, warps = _PACK
+        grid = (triton.cdiv(groups, block),)
+        _quantise[grid](weight, packed, scale, groups, ROUND_UP=RULES[rule], BLOCK=block, num_warps=warps)
     return packed, scale

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-_SEGMENT = 64
+_SEGMENT = 64  # tokens a program walks
+_TILE, _WARPS = 1024, 4  # channels of a program, and its warps
 _WIDTH = 4
 
 
@@ -150,10 +151,10 @@ class _ShortConv(torch.autograd.Function):
 def _launch(kernel, x, weight, first_of, rest, plan) -> None:
     heads, head_dim, eps = plan
     B, T, _ = x.shape
-    rows = max(1, min(triton.next_power_of_2(heads), 1024 // head_dim))
+    rows = max(1, min(triton.next_power_of_2(heads), _TILE // head_dim))
     grid = (triton.cdiv(T, _SEGMENT), triton.cdiv(heads, rows), B)
     sizes = {"K": head_dim, "R": rows, "SEGMENT": _SEGMENT, "NORM": eps is not None, "PACKED": first_of is not None}
-    kernel[grid](x, weight, first_of, *rest, T, heads, x.stride(0), x.stride(1), eps or 0.0, **sizes, num_warps=4)
+    kernel[grid](x, weight, first_of, *rest, T, heads, x.stride(0), x.stride(1), eps or 0.0, **sizes, num_warps=_WARPS)
 
 
 def short_conv(

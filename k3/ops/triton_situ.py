@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
+_BLOCK, _WARPS = 2048, 8
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _launch(kernel, gate, up, rest, cap, linear_cap) -> None:
         (rows, columns), strides = gate.shape, (gate.stride(0), up.stride(0))
     if gate.numel():
         grid = (rows * triton.cdiv(columns, _BLOCK),)
-        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), BLOCK=_BLOCK, num_warps=8)
+        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 class _Situ(torch.autograd.Function):

@@ -1,0 +1,134 @@
+"""The whole model on a GPU: against the vendor's golden vectors, and its kernels against its definition in float64.
+
+The second model has the public width and KDA heads, so every kernel that training uses runs with its own tuning;
+its feed-forward parts are small, so float64 is affordable. Its routing is replayed: a flip is no error of a kernel.
+"""
+
+import pytest
+import torch
+
+from k3 import K3Config, K3Model
+from k3.decode import Cache
+from k3.paths import listen
+from k3.sequence import SequenceLayout
+from suites.goldens import GRADIENT_LENGTHS, LENGTHS, Golden, close, relative
+from suites.gpu_common import Draw, exact_float32, gradients, on_gpu, paired, within  # noqa: F401
+from suites.models import golden_model, public_gradients
+
+pytestmark = on_gpu
+ALL = [(case, length) for case, lengths in LENGTHS.items() for length in lengths]
+GRADIENTS = [(case, length) for case, lengths in GRADIENT_LENGTHS.items() for length in lengths]
+FLIP_FREE = [pair for pair in ALL if Golden(pair[0]).routing_flips(pair[1]) == 0]
+KERNELS = {
+    "fla.chunk_kda", "triton.short_conv", "fla.rms_norm_gated", "fla.attnres", "triton.situ", "triton.route",
+    "torch.grouped_mm", "cudnn.sdpa",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "length"), ALL)
+def test_golden_logits(golden, length):
+    """float32 logits and loss on the GPU equal the vendor's within the limits of the CPU suites."""
+    ids, labels = (x.cuda() for x in golden.inputs(length))
+    out = golden_model(golden).cuda()(ids, labels=labels)
+    close(out["logits"].cpu(), golden.get(f"f32.T{length}.logits"), 1e-3, "logits")
+    close(out["loss"].reshape(1).cpu(), golden.get(f"f32.T{length}.loss"), 1e-4, "loss")
+
+
+@pytest.mark.parametrize(("case", "length"), GRADIENTS)
+def test_golden_gradients(golden, length):
+    """Every gradient the vendor produced is reproduced in float32 on the GPU."""
+    ids, labels = (x.cuda() for x in golden.inputs(length))
+    model = golden_model(golden).cuda()
+    model(ids, labels=labels)["loss"].backward()
+    found = public_gradients(model)
+    for name, gradient in golden.gradients(length).items():
+        relative(found[name].cpu(), gradient, 1e-3, name)
+
+
+@pytest.mark.parametrize(("case", "length"), FLIP_FREE)
+def test_golden_bfloat16(golden, length):
+    """bfloat16 logits are as near to float64 as twice the vendor's own bfloat16 run, where no routing flips."""
+    logits = golden_model(golden, torch.bfloat16).cuda()(golden.inputs(length)[0].cuda())["logits"]
+    error = float((logits.cpu().double() - golden.get(f"f64.T{length}.logits")).abs().mean())
+    limit = 2 * golden.bf16_mean(length)  # q and k are rounded after their norm here, which the vendor's CPU run is not
+    assert error <= limit, f"mean |error| {error:.4f} is above {limit:.4f}"
+
+
+def four_layers(**changes) -> K3Config:
+    """Three KDA layers at full width and one MLA of few heads, with small experts and vocabulary."""
+    sizes = {
+        "num_hidden_layers": 4, "kda_layers": (1, 2, 3), "full_attention_layers": (4,),
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "pad_token_id": 0,
+        "intermediate_size": 768, "q_lora_rank": 128, "kv_lora_rank": 128, "num_experts": 16,
+        "num_experts_per_token": 4, "moe_intermediate_size": 256, "routed_expert_hidden_size": 256,
+        "attn_res_block_size": 2,
+    }  # fmt: skip
+    return K3Config(**sizes | changes)
+
+
+def drawn(config: K3Config, seed: int = 1) -> K3Model:
+    """A bfloat16 model on the GPU whose every weight matters: norms off one, pseudo-queries off zero, slow decays."""
+    torch.manual_seed(seed)
+    model, make = K3Model(config, device="cuda", dtype=torch.bfloat16), Draw(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.copy_(1 + make.normal(*parameter.shape, scale=0.1))
+        elif name.endswith("res_proj.weight"):
+            parameter.data.copy_(make.normal(*parameter.shape, scale=0.05))
+        elif name.endswith("dt_bias"):
+            parameter.data.copy_(make.normal(*parameter.shape, scale=2.0) - 4.0)
+    return model
+
+
+def replay_routing(model: K3Model, ids: torch.Tensor) -> None:
+    """Fix every router's choice to what it chooses now for `ids`."""
+    handles = [
+        layer.ffn.gate.register_forward_hook(lambda module, _, out: setattr(module, "select", lambda scores: out[0]))
+        for layer in model.decoder.layers.values()
+        if layer.ffn_name == "block_sparse_moe"
+    ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+
+
+def test_kernels_against_float64():
+    """Logits and every gradient of the bfloat16 model with all its kernels equal its float64 definition."""
+    model = drawn(four_layers())
+    ids, labels = Draw(3).integers(1023, 2, 1, 200) + 1
+    replay_routing(model, ids)
+    seen, runs = [], {}
+    for dtype in (torch.bfloat16, torch.float64):
+        with listen(seen.append):
+            out = model.to(dtype)(ids, labels=labels)
+        parameters = {name: p for name, p in model.named_parameters() if "layers.0.self_attention_res" not in name}
+        runs[dtype] = {"logits": out["logits"]} | gradients(out["loss"], parameters, None)
+        if dtype == torch.bfloat16:
+            assert set(seen) == KERNELS
+    limits = dict.fromkeys(runs[torch.float64], 6e-2) | {"logits": 3e-2}  # four layers of roundings, then backward
+    within(paired(runs[torch.bfloat16], runs[torch.float64]), limits)
+
+
+@torch.no_grad()
+def test_decode_equals_prefill():
+    """A prefill of 70 tokens and eight single tokens through a cache give the logits of one pass."""
+    model = drawn(four_layers(first_k_dense_replace=4))
+    ids = Draw(5).integers(1023, 2, 78) + 1
+    cache, seen = Cache(), []
+    with listen(seen.append):
+        pieces = [model(piece, cache=cache)["logits"] for piece in ids.split([70] + [1] * 8, dim=1)]
+    assert {"fla.chunk_kda", "fla.fused_recurrent_kda"} <= set(seen)
+    within({"logits": (torch.cat(pieces, dim=1), model(ids)["logits"])}, 2e-2)
+
+
+@torch.no_grad()
+def test_packed_documents():
+    """Documents of 1 to 100 tokens packed in one row give the logits each gives alone."""
+    model = drawn(four_layers(first_k_dense_replace=4))
+    lengths = [1, 2, 3, 64, 65, 100]
+    ids = Draw(6).integers(1023, 1, sum(lengths)) + 1
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    packed = model(ids, layout=SequenceLayout(cu_seqlens=bounds))["logits"]
+    alone = torch.cat([model(piece)["logits"] for piece in ids.split(lengths, dim=1)], dim=1)
+    within({"logits": (packed, alone)}, 1e-2)

@@ -87,11 +87,14 @@ def one_rank(config, state, ids, labels, layout=None, loss_mask=None) -> Run:
 
 def part(config, state, parallel: ParallelState) -> K3Model:
     """This rank's part of the model, with its slices of `state`. Collective: creates the meshes."""
-    where = device()
-    parallel = connect(parallel, where.type)
+    return load_part(config, state, connect(parallel, device().type))
+
+
+def load_part(config, state, parallel: ParallelState) -> K3Model:
+    """This rank's part of the model in a layout whose meshes exist."""
     model = K3Model(config, parallel, dtype=next(iter(state.values())).dtype)
     model.load_state_dict({name: state[name] for name in model.state_dict()})
-    return parallelize_model(model.to(where), parallel)
+    return parallelize_model(model.to(device()), parallel)
 
 
 def check_gradients(model: K3Model, wanted: dict[str, torch.Tensor], limit: float) -> None:

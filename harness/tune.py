@@ -24,6 +24,7 @@ from ledger import claimfile
 
 VARIABLE = "TRITON_CACHE_DIR"
 NOTE = "tuned.json"
+INTERMEDIATE = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # four fifths of the bytes of an entry
 LARGE = "not 32768 and not 4096"  # in the compiling stage: the same kernels as shorter ones, times their memory
 
 
@@ -105,10 +106,13 @@ def _start(files: list[str], folder: Path, warm: str, more: list[str] = ()) -> s
 
 
 def prune(folder: Path, used: set[str]) -> None:
-    """Delete cache entries that the warm run did not look up."""
+    """Delete cache entries that the warm run did not look up, and of the others what a launch does not read."""
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name not in used:
             shutil.rmtree(entry)
+    for path in folder.glob("*/*"):
+        if path.suffix in INTERMEDIATE:
+            path.unlink()
 
 
 def digest(folder: Path) -> str:

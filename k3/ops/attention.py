@@ -93,7 +93,7 @@ def _check_cudnn(q: Tensor, k: Tensor, q_positions: Tensor | None) -> None:
     T, S = q.shape[1], k.shape[1]
     if not q.is_cuda or q_positions is not None or T not in (1, S):
         raise ValueError(
-            f"backend='cudnn' serves T = 1 or S on CUDA and no positions, not T={T}, S={S} on {q.device}; use torch_sdpa"
+            f"backend='cudnn' serves T = 1 or S on CUDA, no positions; got T={T}, S={S} on {q.device}; use torch_sdpa"
         )
 
 

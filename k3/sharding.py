@@ -98,10 +98,19 @@ SHARDING: dict[str, Placement] = {
 _PATTERNS = [(re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")), place) for pattern, place in SHARDING.items()]
 
 
+_PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.original$")
+
+
+def canonical(name: str) -> str:
+    """Return the model's name of a parameter that torch.nn.utils.parametrize has moved to `original`."""
+    return _PARAMETRIZED.sub(r".\1", name)
+
+
 def placement(name: str) -> Placement:
     """Return the placement of a native parameter or buffer name; raise KeyError for a name the table lacks."""
+    plain = canonical(name)
     for pattern, place in _PATTERNS:
-        if pattern.fullmatch(name):
+        if pattern.fullmatch(plain):
             return place
     raise KeyError(f"{name!r} is not in SHARDING; every parameter is placed by name, so add its pattern there")
 

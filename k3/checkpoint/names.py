@@ -24,7 +24,6 @@ _EXPERT = re.compile(
 )
 _STACK = re.compile(r"(?P<stack>language_model\.model\.layers\.\d+\.block_sparse_moe\.experts)\.(?P<which>w[123])")
 _LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
-_PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.original$")
 
 
 class Native(NamedTuple):
@@ -62,11 +61,6 @@ def layer_of(name: str) -> int | None:
     """Return the global layer index in a public or native name, or None outside the layers."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
-
-
-def canonical(name: str) -> str:
-    """Return the model's name of a parameter that torch.nn.utils.parametrize has moved to `original`."""
-    return _PARAMETRIZED.sub(r".\1", name)
 
 
 def is_ignored(public: str) -> bool:

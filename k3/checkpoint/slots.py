@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from k3.checkpoint.names import GLOBALS, canonical, is_stack, layer_of, to_native, to_public
+from k3.checkpoint.names import GLOBALS, is_stack, layer_of, to_native, to_public
 from k3.checkpoint.release import Release
-from k3.sharding import local_slices
+from k3.sharding import canonical, local_slices
 
 Box = tuple[slice, ...]
 FIRST_STAGE = "language_model.model.embed_tokens.weight"

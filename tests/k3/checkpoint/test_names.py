@@ -3,6 +3,7 @@
 import pytest
 
 from k3.checkpoint import names
+from k3.sharding import canonical
 
 STACK = "language_model.model.layers.3.block_sparse_moe.experts"
 
@@ -41,8 +42,8 @@ def test_a_stack_has_no_public_name_of_its_own():
 
 def test_parametrized_name_is_that_of_its_original():
     """What torch's parametrization calls `original` is the parameter."""
-    assert names.canonical(f"{STACK}.parametrizations.w2.original") == f"{STACK}.w2"
-    assert names.canonical(f"{STACK}.w2") == f"{STACK}.w2"
+    assert canonical(f"{STACK}.parametrizations.w2.original") == f"{STACK}.w2"
+    assert canonical(f"{STACK}.w2") == f"{STACK}.w2"
 
 
 @pytest.mark.parametrize("heads, dim, stored", [(96, 128, 128), (3, 16, 16), (2, 4, 4), (8, 4, 8)])

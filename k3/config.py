@@ -115,9 +115,6 @@ class K3Config:
         """From a transformers configuration object, or anything with `to_dict`."""
         return cls.from_hf(config.to_dict())
 
-    def to_hf(self, *, quantized: bool | None = None) -> dict[str, Any]:
-        """The public nested form; fields without a role here are those of `source`.
-
-        quantized: True writes the published quantization_config, False leaves it out, None keeps that of `source`.
-        """
-        return hf_config.from_fields({f.name: getattr(self, f.name) for f in fields(self)}, self.source, quantized)
+    def to_hf(self) -> dict[str, Any]:
+        """The public nested form; fields without a role here are those of `source`."""
+        return hf_config.from_fields({f.name: getattr(self, f.name) for f in fields(self)}, self.source)

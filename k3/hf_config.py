@@ -170,22 +170,13 @@ def to_fields(public: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
-def from_fields(
-    values: Mapping[str, Any], source: Mapping[str, Any] | None, quantized: bool | None = None
-) -> dict[str, Any]:
-    """The public form of `values`, over a copy of the form they came from.
-
-    quantized: True writes the published quantization_config, False leaves it out, None keeps what was there.
-    """
+def from_fields(values: Mapping[str, Any], source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The public form of `values`, over a copy of the form they came from."""
     public = copy.deepcopy(dict(source or PUBLIC_SHELL))
     text = public["text_config"]
     text.update({name: values[name] for name in TEXT})
     text["linear_attn_config"].update({name: _plain(values[ours]) for name, ours in LINEAR_ATTENTION.items()})
     public["pad_token_id"] = values["pad_token_id"]
-    if quantized is not None:
-        text.pop("quantization_config", None)
-    if quantized:
-        text["quantization_config"] = copy.deepcopy(PUBLISHED_QUANTIZATION)
     return public
 
 

@@ -6,6 +6,7 @@ prefix at every step; `k3.decode.generate` keeps a cache.
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import torch
@@ -50,6 +51,28 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
         self.language_model = backbone.language_model
         object.__setattr__(self, "backbone", backbone)  # a second path to the same modules, not a second child
         self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        config: KimiK3Config | None = None,
+        dtype: str | torch.dtype | None = None,
+        **unsupported: Any,
+    ) -> KimiK3ForCausalLM:
+        """Load a public-layout folder with `load_hf_weights`; dtype as in transformers, the config's by default."""
+        from k3.checkpoint import load_hf_weights
+
+        given = {name: value for name, value in unsupported.items() if value not in (None, False)}
+        if unknown := sorted(set(given) - {"_from_auto", "adapter_kwargs", "trust_remote_code"}):
+            raise NotImplementedError(
+                f"from_pretrained: {', '.join(unknown)} is not implemented; pass config and dtype"
+            )
+        config = config or KimiK3Config.from_pretrained(folder)
+        model = cls._from_config(config, **({} if dtype in (None, "auto") else {"dtype": dtype}))
+        load_hf_weights(model.backbone, folder, model.backbone.config)
+        return model.eval()
 
     def forward(
         self,

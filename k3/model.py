@@ -80,6 +80,11 @@ class K3Model(nn.Module):
         pixel values, images, videos and every other input this text model does not have.
         """
         refuse(unsupported)
+        if not (self.first_stage and self.last_stage):
+            raise NotImplementedError(
+                f"this chunk holds layers {self.layer_indices} of {self.config.num_hidden_layers}; run the stages "
+                "through k3.parallel.pipeline.Pipeline"
+            )
         if layout is not None:
             layout.check(input_ids, cache)
         prefix, bank = self.decoder(self.embed(input_ids), [], layout=layout, cache=cache)

@@ -13,7 +13,9 @@ from tests.k3.support import tiny
 @pytest.fixture
 def public():
     """The public nested form of the public model."""
-    return K3Config().to_hf(quantized=True)
+    found = K3Config().to_hf()
+    found["text_config"]["quantization_config"] = PUBLISHED_QUANTIZATION
+    return found
 
 
 def test_schedule_counts_from_one():
@@ -40,10 +42,11 @@ def test_fields_without_role_survive(public):
     """Fields that change nothing in the forward pass are carried through, and a changed field is written back."""
     public["text_config"] |= {"temperature": 0.7, "_note": "kept"}
     public["vision_config"] = {"vt_hidden_size": 16}
-    written = replace(K3Config.from_hf(public), num_experts_per_token=8).to_hf(quantized=False)
+    written = replace(K3Config.from_hf(public), num_experts_per_token=8).to_hf()
     text = written["text_config"]
     assert (text["temperature"], text["_note"], text["num_experts_per_token"]) == (0.7, "kept", 8)
-    assert written["vision_config"] == {"vt_hidden_size": 16} and "quantization_config" not in text
+    assert written["vision_config"] == {"vt_hidden_size": 16}
+    assert text["quantization_config"] == PUBLISHED_QUANTIZATION
 
 
 def test_every_text_field_is_read(public):

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.revision import search_path
 from harness.spec import TestItem
 from ledger.facts import selects
 
@@ -54,7 +55,7 @@ def discover(tree: Path, files: list[str]) -> Discovery:
 def _collect(tree: Path, files: list[str], answer: Path) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     env |= {
-        "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "K3_COLLECT_TO": str(answer),
+        "PYTHONPATH": search_path(tree), "PYTHONDONTWRITEBYTECODE": "1", "K3_COLLECT_TO": str(answer),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files, f"--rootdir={tree}"]

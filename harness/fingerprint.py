@@ -38,6 +38,14 @@ def take() -> Fingerprint:
     )  # fmt: skip
 
 
+def toolchain_here() -> dict[str, str]:
+    """The versions by which evidence is told apart, of this interpreter; what is not installed is left out."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    packages = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention"}
+    versions = {name: version for name, package in packages.items() if (version := installed(package))}
+    return versions | {"python": python}
+
+
 def installed(package: str) -> str:
     """Version of an installed package, '' when it is not there."""
     try:

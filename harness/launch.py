@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness import beat, process
 from harness.blame import Watched, find_fault, first, hung
+from harness.revision import search_path
 from harness.spec import Fault, JobSpec, LaunchRecord, load, store
 
 POLL_S = 0.02
@@ -176,7 +177,7 @@ def rank_environment(spec: JobSpec, job_dir: Path, *, rank: int, local_rank: int
     env |= {
         "RANK": str(rank), "WORLD_SIZE": str(spec.topology.ranks), "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local), "K3_JOB": spec.job, "K3_RUN": spec.run, "K3_LAUNCHER": str(os.getpid()),
-        "K3_DEVICE": spec.topology.device, "K3_SABOTAGE": spec.sabotage, "PYTHONPATH": str(snapshot),
+        "K3_DEVICE": spec.topology.device, "K3_SABOTAGE": spec.sabotage, "PYTHONPATH": search_path(snapshot),
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     return env | json.loads(env.pop("K3_SITE_ENV", "{}")) | spec.env

@@ -21,6 +21,7 @@ from harness import journal, process
 from harness.cluster import Cluster
 from harness.gather import Progress, View
 from harness.journal import Group, Intent, Order, Placed
+from harness.revision import search_path
 from harness.slurm import load_cluster
 from harness.spec import JobSpec, LaunchRecord, load, store
 from harness.spool import job_dirs
@@ -162,7 +163,7 @@ def _start(run_dir: Path, spec: JobSpec, attempt: int, number: int) -> None:
 
 def _environment(run_dir: Path) -> dict[str, str]:
     """The launcher's environment: it imports the snapshot and leaves no byte code in it."""
-    return {**os.environ, "PYTHONPATH": str(run_dir / "snapshot"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": search_path(run_dir / "snapshot"), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ class Planner:
     statuses: list[ClaimStatus]
     durations: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # topology -> why it cannot run there
+    toolchain: dict[str, str] = field(default_factory=dict)  # part -> version where jobs will run; unknown parts absent
 
     def plan(self) -> Plan:
         """Decide about each selected cell, and lay out the jobs of those that run."""
@@ -70,10 +71,19 @@ class Planner:
         if reason := self.unavailable.get(topology.name):
             return replace(cell, action="elsewhere", reason=reason)
         status = next((s for s in self.statuses if (s.id, s.topology) == (claim.id, topology.name)), None)
-        if status and status.state in SETTLED and not self.request.everything:
-            return replace(cell, action="keep", reason=f"{status.state} at this tree by run {status.run or 'unknown'}")
-        words = {"expired": f"expired by {status.expired_by}", "needs": ""} if status else {}
-        return replace(cell, reason=words.get(status.state, status.reason) if status else "no record")
+        if status is None:
+            return replace(cell, reason="no record")
+        if status.state in SETTLED and not self.request.everything:
+            return self._settled(cell, status)
+        words = {"expired": f"expired by {status.expired_by}", "needs": "never run"}
+        return replace(cell, reason=words.get(status.state, status.reason))
+
+    def _settled(self, cell: Cell, status: ClaimStatus) -> Cell:
+        """Settled for this very code: kept, unless it was with another toolchain than jobs will find."""
+        by = f"{status.state} at this tree by run {status.run or 'unknown'}"
+        if status.toolchain and not is_here(status.toolchain, self.toolchain):
+            return replace(cell, reason=f"{by} with {status.toolchain}; not yet with this toolchain")
+        return replace(cell, action="keep", reason=by)
 
     def _after_collection(self, cell: Cell, found: Discovery) -> Cell:
         """Resolve the cell's tests; one that cannot be collected, or that wants another world size, breaks the cell."""
@@ -146,6 +156,12 @@ def select(file: claimfile.ClaimFile, names: tuple[str, ...]) -> list[Claim]:
             raise HarnessError(_unknown(file, name))
         chosen |= found
     return [claim for claim in file.claims.values() if claim.id in chosen]
+
+
+def is_here(toolchain: str, here: dict[str, str]) -> bool:
+    """Whether evidence from `toolchain` ('torch 2.13.0, python 3.11') is of the versions that are `here`."""
+    found = dict(part.rsplit(" ", 1) for part in toolchain.split(", "))
+    return all(found.get(name, version) == version for name, version in here.items())
 
 
 def parse_budget(text: str) -> tuple[str, float]:

@@ -77,6 +77,7 @@ def prepare(options: argparse.Namespace) -> Session:
         plan = Planner(
             root=root, snapshot=snapshot, request=request, statuses=known_statuses(root, options.ledger),
             durations=costs.durations(options.ledger), unavailable=unavailable(topologies, cluster),
+            toolchain=fingerprint.toolchain_here() if cluster.scheduler == "local" else {},
         ).plan()  # fmt: skip
     except BaseException:
         spool.discard(run_dir)

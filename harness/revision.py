@@ -101,6 +101,13 @@ def origins(tree: Path) -> dict[str, str]:
     return found
 
 
+def search_path(tree: Path) -> str:
+    """PYTHONPATH for a process that runs the snapshot `tree`: it, then the caller's own less other copies of us."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others = [entry for entry in entries if not any((Path(entry) / name).is_dir() for name in PACKAGES)]
+    return os.pathsep.join([str(tree), *others])
+
+
 def git_state(root: Path) -> tuple[str, tuple[str, ...]]:
     """The commit and the files of the snapshot's parts that differ from it; ('', ()) where there is no git."""
     commit = _git(root, "rev-parse", "--verify", "HEAD")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 RANK = int(os.environ.get("RANK", 0))
-MEET = Path(os.environ.get("K3_MEET", "/tmp"))
+MEET = Path("@MEET@")
 
 
 def barrier(name):
@@ -47,19 +47,20 @@ FAULTS = {
 }
 
 
-def write_four(toy, fault):
-    body = FOUR.replace("@FAULT@", f"if RANK == 2: {fault}" if fault else "pass")
+def write_four(toy, fault, meet):
+    """Claim the four ranks' suite with this fault in it; the ranks meet in the folder `meet`."""
+    body = FOUR.replace("@FAULT@", f"if RANK == 2: {fault}" if fault else "pass").replace("@MEET@", str(meet))
     toy.write("suites/four.py", body)
     toy.claim("toy.four", "suites/four.py::test_first", "suites/four.py::test_second", topology="toy4")
 
 
 def finish(toy, fault, tmp_path, limit=20, **orders):
     """Run the four ranks to their end; return the launcher's record, its exit code and the seconds it took."""
-    write_four(toy, fault)
-    run_dir = toy.planned("toy.four")
     (meet := tmp_path / "meet").mkdir()
+    write_four(toy, fault, meet)
+    run_dir = toy.planned("toy.four")
     started = time.time()
-    launcher = toy.launch(run_dir, JOB, env={"K3_MEET": str(meet)}, **orders)
+    launcher = toy.launch(run_dir, JOB, **orders)
     launcher.communicate(timeout=limit)
     attempt = run_dir / "jobs" / JOB / "attempts" / "0"
     return load(attempt / "launch.json", LaunchRecord), launcher.returncode, time.time() - started, attempt
@@ -113,10 +114,10 @@ def test_job_limit(toy, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_survives_the_launcher(toy, tmp_path, number):
     """Ranks, and what they started themselves, end with the launcher, whatever ended it."""
-    write_four(toy, "import subprocess; subprocess.Popen(['sleep', '1000']); time.sleep(1000)")
-    run_dir = toy.planned("toy.four")
     (meet := tmp_path / "meet").mkdir()
-    launcher = toy.launch(run_dir, JOB, env={"K3_MEET": str(meet)}, grace_s=1)
+    write_four(toy, "import subprocess; subprocess.Popen(['sleep', '1000']); time.sleep(1000)", meet)
+    run_dir = toy.planned("toy.four")
+    launcher = toy.launch(run_dir, JOB, grace_s=1)
     attempt = run_dir / "jobs" / JOB / "attempts" / "0"
     wait_until(lambda: len(list(meet.glob("second.*"))) == 3)
     groups = ranks_of(attempt)
@@ -128,9 +129,9 @@ def test_nothing_survives_the_launcher(toy, tmp_path, number):
     assert (record.fault.kind if record.fault else "") == ("terminated" if number == signal.SIGTERM else "")
 
 
-def test_refuses_a_changed_snapshot(toy, tmp_path):
+def test_refuses_a_changed_snapshot(toy):
     """A file changed in the snapshot after planning: every rank refuses, naming it, and no test runs."""
-    write_four(toy, "")
+    write_four(toy, "", "/nowhere")
     run_dir = toy.planned("toy.four")
     changed = run_dir / "snapshot" / "k3" / "math.py"
     changed.chmod(0o644)
@@ -142,7 +143,7 @@ def test_refuses_a_changed_snapshot(toy, tmp_path):
     assert "k3/math.py changed" in record.fault.text
 
 
-def test_refuses_a_second_launch(toy, tmp_path):
+def test_refuses_a_second_launch(toy):
     """An attempt is never written twice."""
     run_dir = toy.planned("toy.double")
     toy.launch(run_dir, "cpu1.toy.0").communicate(timeout=20)

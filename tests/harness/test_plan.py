@@ -7,11 +7,13 @@ from harness.plan import Planner, Request, job_name, parse_budget
 from harness.spec import ClaimStatus, HarnessError
 
 
-def planned(toy, tmp_path, *names, statuses=(), durations=None, unavailable=None, **request):
+def planned(toy, tmp_path, *names, statuses=(), durations=None, unavailable=None, toolchain=None,
+            **request):  # fmt: skip
     """Plan the toy as it is now."""
     snapshot = revision.take(toy.root, tmp_path / "copy")
     planner = Planner(root=toy.root, snapshot=snapshot, request=Request(names=names, **request),
-                      statuses=list(statuses), durations=durations or {}, unavailable=unavailable or {})  # fmt: skip
+                      statuses=list(statuses), durations=durations or {}, unavailable=unavailable or {},
+                      toolchain=toolchain or {})  # fmt: skip
     return planner.plan()
 
 
@@ -90,6 +92,14 @@ def test_settled(toy, tmp_path, state, action):
     found = cell(planned(toy, tmp_path, statuses=[status(state, run="r1", expired_by="k3/math.py: double changed")]))
     assert found.action == action
     assert ("run r1" if action == "keep" else "k3/math.py" if state == "expired" else "") in found.reason
+
+
+def test_another_toolchain(toy, tmp_path):
+    """What is proven with another torch than this one is not kept: it is run here, too."""
+    there = status("proven", run="r1", toolchain="torch 2.11.0, python 3.11")
+    for version, action in (("2.11.0", "keep"), ("2.13.0", "run")):
+        toolchain = {"torch": version, "triton": "3.6", "python": "3.11"}
+        assert cell(planned(toy, tmp_path / version, statuses=[there], toolchain=toolchain)).action == action
 
 
 def test_all(toy, tmp_path):

@@ -24,6 +24,7 @@ device = "cpu"
 [topologies.toy4]
 ranks = 4
 backend = "gloo"
+stall_s = 4.0
 """
 K3_MATH = '''
 """The toy's model."""

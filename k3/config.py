@@ -112,8 +112,8 @@ class K3Config:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> K3Config:
-        """From a transformers configuration object, or anything with `to_dict`."""
-        return cls.from_hf(config.to_dict())
+        """From a transformers configuration object, anything else with `to_dict`, or the public nested dict."""
+        return cls.from_hf(config.to_dict() if hasattr(config, "to_dict") else config)
 
     def to_hf(self) -> dict[str, Any]:
         """The public nested form; fields without a role here are those of `source`."""

@@ -74,6 +74,12 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
         load_hf_weights(model.backbone, folder, model.backbone.config)
         return model.eval()
 
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            "save_pretrained would write stacked experts under names no other reader knows; use "
+            "k3.checkpoint.save_hf_weights(model.backbone, folder, model.backbone.config)"
+        )
+
     def forward(
         self,
         input_ids: Tensor,

@@ -88,12 +88,12 @@ def vocab_size(config: Any) -> int:
     return build_model_config(config).vocab_size
 
 
-def build_model(config: K3Config, *, impl_cfg: ImplConfig | None = None) -> ModelBundle:
+def build_model(config: K3Config | Any, *, impl_cfg: ImplConfig | None = None) -> ModelBundle:
     """Build this rank's chunks, initialised, placed and in training mode.
 
     Raises RuntimeError when a layout of several ranks finds no process group, except on the meta device.
     """
-    impl_cfg = impl_cfg or ImplConfig()
+    config, impl_cfg = build_model_config(config), impl_cfg or ImplConfig()
     device = torch.device(impl_cfg.device)
     parallel = _connected(impl_cfg.parallel or ParallelState(), device)
     parallel.check(config, impl_cfg.kda_cp_mode)
@@ -105,9 +105,7 @@ def build_model(config: K3Config, *, impl_cfg: ImplConfig | None = None) -> Mode
         from k3.parallel import parallelize_model
 
         chunks = [parallelize_model(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
-    step = ForwardStep(
-        chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd, kda_cp_mode=impl_cfg.kda_cp_mode
-    )
+    step = ForwardStep(chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd, kda_cp_mode=impl_cfg.kda_cp_mode)
     return ModelBundle(
         chunks=chunks, parallel_state=parallel, forward_step=step, extras=_extras(chunks, parallel, impl_cfg)
     )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
-MEGATRON_LITE = "megatron.lite.model.registry"
-HF_MODEL_TYPES = ["kimi_k3", "kimi_linear"]
+from k3 import megatron_lite
 
 
 def register_model() -> dict[str, bool]:
@@ -14,11 +10,11 @@ def register_model() -> dict[str, bool]:
 
     kimi_linear stays with transformers, which owns it. Returns which of "transformers" and "megatron_lite" know K3 now.
     """
-    return {"transformers": _register_transformers(), "megatron_lite": _register_megatron_lite()}
+    return {"transformers": _register_transformers(), "megatron_lite": megatron_lite.register()}
 
 
 def _register_transformers() -> bool:
-    if not _importable("transformers"):
+    if not megatron_lite.importable("transformers"):
         return False
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -28,23 +24,3 @@ def _register_transformers() -> bool:
     for auto in (AutoModel, AutoModelForCausalLM):
         auto.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
     return True
-
-
-def _register_megatron_lite() -> bool:
-    if not _importable(MEGATRON_LITE):
-        return False
-    registry = importlib.import_module(MEGATRON_LITE)
-    protocol = importlib.import_module("k3.protocol")
-    registry.register_model("k3", package="k3", hf_model_types=HF_MODEL_TYPES, impls={"lite": protocol})
-    return True
-
-
-def _importable(module: str) -> bool:
-    """Whether `module` is installed; a fault inside an installed one is not hidden."""
-    parts = module.split(".")
-    try:
-        return all(importlib.util.find_spec(".".join(parts[: i + 1])) for i in range(len(parts)))
-    except ModuleNotFoundError as error:
-        if error.name and module.startswith(error.name):
-            return False
-        raise

@@ -109,6 +109,11 @@ def test_pad_token():
         K3Config.from_hf(written)
 
 
+def test_flat_text_config(public):
+    """A text_config by itself, as `kimi_linear` configs come, is read as the nested form's."""
+    assert K3Config.from_hf(public["text_config"]) == K3Config()
+
+
 def test_wrong_document():
     """A dict that is not the public nested form is refused by what it is."""
     with pytest.raises(ValueError, match="model_type='llama'"):

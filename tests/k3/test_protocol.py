@@ -24,8 +24,8 @@ def test_bundle(bundle):
     assert bundle.parallel_state == ParallelState() and vocab_size(tiny()) == 32
 
 
-def test_config_sources(tmp_path):
-    """A config, its public dict, and an object with to_dict all give the same config."""
+def test_config_sources():
+    """A config, its public dict, and an object with to_dict all give the same config; a vision one is refused."""
     config = tiny()
 
     class Holder:
@@ -34,6 +34,8 @@ def test_config_sources(tmp_path):
 
     for source in (config, config.to_hf(), Holder()):
         assert build_model_config(source) == config
+    with pytest.raises(ValueError, match="vt_hidden_size"):
+        build_model({"vt_hidden_size": 16, "patch_size": 14})
 
 
 def test_forward_step(bundle):
@@ -110,7 +112,9 @@ def self_trained():
 
 def test_stages_do_not_run_alone():
     """A chunk of a pipeline names its layers and the engine when it is called like a whole model."""
-    stage = K3Model(tiny(), ParallelState(pp_size=2, pp_layout=[["embedding", "decoder"], ["decoder", "loss"]]))
+    with pytest.warns(UserWarning, match="block alignment"):
+        layout = ParallelState(pp_size=2, pp_layout=[["embedding", "decoder"], ["decoder", "loss"]])
+    stage = K3Model(tiny(), layout)
     with pytest.raises(NotImplementedError, match=r"layers \[0\] of 2"):
         stage(ids(1, 3))
 

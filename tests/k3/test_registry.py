@@ -129,6 +129,8 @@ def test_from_pretrained(case, tmp_path):
     torch.testing.assert_close(model(x).logits, golden.expected("f32", 7)["logits"], atol=1e-3, rtol=0)
     with pytest.raises(NotImplementedError, match="load_in_8bit"):
         AutoModelForCausalLM.from_pretrained(tmp_path, load_in_8bit=True)
+    with pytest.raises(NotImplementedError, match="save_hf_weights"):
+        model.save_pretrained(tmp_path / "copy")
 
 
 def test_images_are_refused():

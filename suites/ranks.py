@@ -117,7 +117,9 @@ def _with_group(body, store, rank: int, ranks: int, backend: str, timeout_s: flo
     """Run the body inside a fresh process group, with a barrier after its start and before its end."""
     import torch.distributed as dist
 
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+    options = {"device_id": device()} if backend == "nccl" else {}
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **options)
     try:
         dist.barrier()
         body()

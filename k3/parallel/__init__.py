@@ -14,6 +14,7 @@ _HOMES = {
     "context_layout": "context",
     "sync_gradients": "data",
     "clip_gradients": "data",
+    "fully_shard_model": "data",
 }
 
 __all__ = sorted(_HOMES)

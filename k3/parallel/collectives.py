@@ -32,6 +32,10 @@ class Move:
     size_bytes: int
 
 
+# torch 2.13 renamed these two and warns at the old names; torch 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _listeners: list[list[Move]] = []
 
 
@@ -94,7 +98,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, tag: str, backward
     rows = _rows(x.detach(), dim)
     out = rows.new_empty((size * rows.shape[0], *rows.shape[1:]))
     record("all_gather", group, x.device, (size - 1) * rows.nbytes, tag, backward)
-    dist.all_gather_into_tensor(out, rows, group=group)
+    _all_gather(out, rows, group=group)
     return out.movedim(0, dim)
 
 
@@ -104,7 +108,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup, tag: str, back
     rows = _rows(_wide(x.detach(), group), dim)
     out = rows.new_empty((rows.shape[0] // size, *rows.shape[1:]))
     record("reduce_scatter", group, x.device, (size - 1) * out.nbytes, tag, backward)
-    dist.reduce_scatter_tensor(out, rows, group=group)
+    _reduce_scatter(out, rows, group=group)
     return out.movedim(0, dim).to(x.dtype)
 
 

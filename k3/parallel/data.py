@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from k3.loss import IGNORE_INDEX, loss_sum_and_count
 from k3.parallel import collectives
 from k3.parallel.tensor import vocab_parallel_cross_entropy
+from k3.precision import PinnedFloat32
 from k3.sharding import local_slices, placement
 
 HEAD = "language_model.lm_head.weight"
@@ -83,9 +85,12 @@ def sync_gradients(model: nn.Module) -> None:
 
 def _pending_axes(name: str, parameter: Tensor, parallel: Any) -> tuple[str, ...]:
     axes = gradient_axes(name, parallel)
-    if getattr(parameter, "fsdp_managed", False):
-        return tuple(axis for axis in axes if axis == "tp")
-    return axes
+    return tuple(axis for axis in axes if axis == "tp") if sharded_by_fsdp(parameter) else axes
+
+
+def sharded_by_fsdp(parameter: Tensor) -> bool:
+    """Whether FSDP splits this parameter over the dp x cp (or expert replica) ranks and reduces its gradient."""
+    return isinstance(parameter, DTensor) and not {"dp_cp", "edp"}.isdisjoint(parameter.device_mesh.mesh_dim_names)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -95,15 +100,68 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def owned_share(name: str, parameter: Tensor, parallel: Any) -> float:
-    """Return 1 / (how many ranks of the world store this rank's elements of the parameter)."""
+    """Return 1 / (how many ranks of a stage store this rank's elements of the parameter)."""
     place = placement(name)
-    if place.kind == "expert":
-        copies = parallel.edp_size
-        split_by_fsdp = parallel.edp_size
-    else:
-        split_by_fsdp = parallel.dp_size * parallel.cp_size
-        copies = split_by_fsdp * (1 if place.splits else parallel.tp_size)
-    return 1 / (copies // split_by_fsdp if getattr(parameter, "fsdp_managed", False) else copies)
+    replicas = parallel.edp_size if place.kind == "expert" else parallel.dp_size * parallel.cp_size
+    copies = 1 if sharded_by_fsdp(parameter) else replicas
+    return 1 / (copies if place.splits else copies * parallel.tp_size)
+
+
+def fully_shard_model(
+    model: nn.Module,
+    *,
+    root: nn.Module | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard parameters and gradients over dp x cp by FSDP2, experts over their own replicas; return the root.
+
+    Parameters that must stay fp32 (A_log, dt_bias, convolutions, o_norm) are left whole, out of any cast, and experts
+    without replicas as they are; `sync_gradients` sums those. `root`: the module whose forward runs this model, the
+    model itself if None. Gradients are summed, as everywhere here.
+    """
+    parallel, root = model.parallel, root or model
+    whole = set(pinned_parameters(model))
+    experts = [layer.ffn.experts for layer in model.decoder.layers.values() if hasattr(layer.ffn, "experts")]
+    if parallel.edp_size == 1:
+        whole |= {parameter for module in experts for parameter in module.parameters()}
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    if mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    if parallel.edp_size > 1:
+        for module in experts:
+            fully_shard(module, mesh=parallel.mesh.submesh("edp"), **options)
+    for module in (*model.decoder.layers.values(), root):
+        fully_shard(module, mesh=parallel.mesh.submesh("dp_cp"), ignored_params=whole, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return root
+
+
+def pinned_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that no cast may narrow."""
+    return [
+        module.get_parameter(name)
+        for module in model.modules()
+        if isinstance(module, PinnedFloat32)
+        for name in module.pinned
+        if name in dict(module.named_parameters(recurse=False))
+    ]
+
+
+@torch.no_grad()
+def broadcast_replicas(model: nn.Module, parallel: Any) -> None:
+    """Give every rank that stores a tensor the values of the first one: ranks may have drawn from different seeds."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = placement(name)
+        axes = ("edp",) if place.kind == "expert" else ("dp_cp",) if place.splits else ("dp_cp", "tp")
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for axis in axes:
+            group = parallel.group(axis)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(value.data, group=group, group_src=0)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from k3.layers import local
 from k3.moe import StackedExperts, combine
 from k3.parallel import collectives
 from k3.precision import at_least_fp32
@@ -28,8 +27,8 @@ class ExpertDispatcher:
     that a token reaches an expert once; the results are joined again.
     """
 
-    def __init__(self, parallel: Any):
-        self.parallel = parallel
+    def __init__(self, parallel: Any, num_experts: int):
+        self.parallel, self.local_experts = parallel, num_experts // parallel.ep_size
         self.group = parallel.group("ep_etp")
         self.shares_tokens = parallel.tp_size > 1 and not parallel.sequence_parallel
 
@@ -45,7 +44,7 @@ class ExpertDispatcher:
     def dispatch(self, z: Tensor, idx: Tensor, weight: Tensor, experts: StackedExperts) -> Tensor:
         """Send rows out, run this rank's experts on what arrives, and combine what returns."""
         order = idx.flatten().argsort(stable=True)  # [N*k], rows of (token, choice) by expert
-        sent, received = self.exchange_counts(idx, local(experts, "w1").shape[0])
+        sent, received = self.exchange_counts(idx)
         outgoing, incoming = sent.sum(1).tolist(), received.sum(1).tolist()
         rows = self.for_each_part(z[order // idx.shape[1]], outgoing)
         arrived = collectives.all_to_all(rows, outgoing, incoming, self.group, TAG)  # by (source, expert)
@@ -55,10 +54,10 @@ class ExpertDispatcher:
         rows = self.sum_parts(returned, outgoing)
         return combine(rows[order.argsort()].unflatten(0, idx.shape), weight).to(z.dtype)
 
-    def exchange_counts(self, idx: Tensor, local_experts: int) -> tuple[Tensor, Tensor]:
+    def exchange_counts(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Rows per (group rank, local expert) that this rank sends and receives, [ep * etp, E/ep] each."""
         ep, etp = self.parallel.ep_size, self.parallel.etp_size
-        counts = torch.bincount(idx.flatten(), minlength=ep * local_experts).view(ep, local_experts)
+        counts = torch.bincount(idx.flatten(), minlength=ep * self.local_experts).view(ep, self.local_experts)
         sent = counts.repeat_interleave(etp, dim=0)
         return sent, collectives.exchange(sent, None, None, self.group, "counts")
 
@@ -89,4 +88,4 @@ def parallelize_experts(model: torch.nn.Module, parallel: Any) -> None:
     """Give every routed layer of this stage the dispatcher of its ep x etp group."""
     for layer in model.decoder.layers.values():
         if hasattr(layer.ffn, "dispatcher"):
-            layer.ffn.dispatcher = ExpertDispatcher(parallel)
+            layer.ffn.dispatcher = ExpertDispatcher(parallel, model.config.num_experts)

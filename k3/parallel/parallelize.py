@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from k3.parallel.data import ParallelLoss
+from k3.parallel.data import ParallelLoss, broadcast_replicas
 from k3.parallel.expert import parallelize_experts
 from k3.parallel.tensor import parallelize_tensor, place_parameters
 
 
 def parallelize_model(model: nn.Module, parallel: Any) -> nn.Module:
-    """Turn a whole `K3Model` stage into this rank's part of it, in place. Deterministic, no communication.
+    """Turn a whole `K3Model` stage into this rank's part of it, in place; replicas get equal values. Collective.
 
     Context parallelism enters later, per batch, through the layout that is handed to `forward`. Without a mesh (the
     meta device) only the parameters are cut.
@@ -26,4 +26,5 @@ def parallelize_model(model: nn.Module, parallel: Any) -> nn.Module:
         parallelize_experts(model, parallel)
     if parallel.tp_size * parallel.cp_size * parallel.dp_size > 1:
         model.loss_fn = ParallelLoss(parallel, model.config.vocab_size)
+    broadcast_replicas(model, parallel)
     return model

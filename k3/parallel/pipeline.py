@@ -25,7 +25,8 @@ from torch.distributed.pipelining import (
 from k3.loss import IGNORE_INDEX
 from k3.model import K3Model
 from k3.parallel import collectives, stages
-from k3.parallel.data import ParallelLoss
+from k3.parallel.data import HEAD, ParallelLoss, fully_shard_model
+from k3.sharding import local_shape
 
 
 @dataclass
@@ -122,9 +123,19 @@ class Pipeline:
 
     1F1B for one chunk, interleaved 1F1B for several; a forward-only schedule of its own for evaluation. Gradients are
     not scaled by the engine: the loss is the mean over the tokens of all microbatches and of all dp and cp ranks.
+    `fully_shard` shards every chunk by FSDP2.
     """
 
-    def __init__(self, chunks: Sequence[K3Model], *, microbatches: int, rows: int, tokens: int, cached: bool = False):
+    def __init__(
+        self,
+        chunks: Sequence[K3Model],
+        *,
+        microbatches: int,
+        rows: int,
+        tokens: int,
+        cached: bool = False,
+        fully_shard: bool = False,
+    ):
         self.parallel = chunks[0].parallel
         if microbatches < self.parallel.pp_size:
             raise ValueError(
@@ -136,6 +147,10 @@ class Pipeline:
         self.rows, self.tokens = rows, tokens
         self.chunks, self.batch, self.cache = list(chunks), Batch(), SnapshotCache()
         self.loss = ParallelLoss(self.parallel, self.config.vocab_size)
+        self.stages = [Stage(chunk, self) for chunk in self.chunks]
+        if fully_shard:
+            for stage in self.stages:
+                fully_shard_model(stage.model, root=stage, reshard_after_forward=False)
         self.schedule = self._schedule(training=True)
         self.evaluation = self._schedule(training=False)
 
@@ -154,7 +169,7 @@ class Pipeline:
         return stages.snapshots(sum(per_stage[: stage + 1]), block)
 
     def _schedule(self, training: bool):
-        engine_stages = [self._engine_stage(chunk) for chunk in self.chunks]
+        engine_stages = [self._engine_stage(stage) for stage in self.stages]
         options: dict[str, Any] = {"scale_grads": False}
         if training:
             options["loss_fn"] = self._microbatch_loss
@@ -164,8 +179,8 @@ class Pipeline:
         kind = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
         return kind(engine_stages, self.microbatches, **options)
 
-    def _engine_stage(self, chunk: K3Model) -> PipelineStage:
-        stage, parallel = Stage(chunk, self), chunk.parallel
+    def _engine_stage(self, stage: Stage) -> PipelineStage:
+        chunk, parallel = stage.model, stage.parallel
         device = next(chunk.parameters()).device
         boundary = self._example(chunk, 1 + stage.received)
         ids = torch.empty(self.rows, self.tokens, dtype=torch.int64, device="meta")
@@ -183,7 +198,7 @@ class Pipeline:
 
     def _logits_example(self, chunk: K3Model) -> Tensor:
         weight = chunk.language_model["lm_head"].weight
-        columns = weight.to_local().shape[0] if hasattr(weight, "to_local") else weight.shape[0]
+        columns = local_shape(HEAD, (self.config.vocab_size, 1), self.parallel)[0]
         return torch.empty(self.rows, self.tokens, columns, dtype=weight.dtype, device="meta", requires_grad=True)
 
     def step(

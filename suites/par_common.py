@@ -85,14 +85,14 @@ def one_rank(config, state, ids, labels, layout=None, loss_mask=None) -> Run:
     return Run(out["logits"].detach(), out["loss"].detach(), grads, experts)
 
 
-def part(config, state, parallel: ParallelState) -> K3Model:
+def part(config, state, parallel: ParallelState, dtype=None) -> K3Model:
     """This rank's part of the model, with its slices of `state`. Collective: creates the meshes."""
-    return load_part(config, state, connect(parallel, device().type))
+    return load_part(config, state, connect(parallel, device().type), dtype)
 
 
-def load_part(config, state, parallel: ParallelState) -> K3Model:
-    """This rank's part of the model in a layout whose meshes exist."""
-    model = K3Model(config, parallel, dtype=next(iter(state.values())).dtype)
+def load_part(config, state, parallel: ParallelState, dtype=None) -> K3Model:
+    """This rank's part of the model in a layout whose meshes exist; `dtype` is the state's unless given."""
+    model = K3Model(config, parallel, dtype=dtype or next(iter(state.values())).dtype)
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     return parallelize_model(model.to(device()), parallel)
 

@@ -40,9 +40,10 @@ def test_closure(
     starts = {test_file, *_around(root, test_file), *ran}
     files = static_files(root, starts, _union(ran, at_import))
     closure: dict[str, str] = {}
+    callers = _hidden_callers(root, files)
     for file in sorted(files | set(ran)):
         source = parse(read_source(root / file))
-        hidden = source.untraceable | _called_from_hidden(root, file, files)
+        hidden = source.untraceable | _called_from_hidden(root, file, callers)
         used = {MODULE} | ran.get(file, set()) | at_import.get(file, set()) | hidden
         closure |= {f"{file}::{name}": source.pieces[name] for name in sorted(used)}
     return closure
@@ -67,13 +68,16 @@ def _around(root: Path, test_file: str) -> set[str]:
     return {path for path in candidates if is_subject(path) and (root / path).is_file()}
 
 
-def _called_from_hidden(root: Path, file: str, files: set[str]) -> set[str]:
+def _hidden_callers(root: Path, files: set[str]) -> dict[str, tuple[frozenset[str], set[str]]]:
+    """Files with hidden bodies: the names these refer to, and the files that each one imports."""
+    names = {file: _hidden_names(read_source(root / file)) for file in files}
+    return {file: (found, direct_imports(root, file, None)) for file, found in names.items() if found}
+
+
+def _called_from_hidden(root: Path, file: str, callers: Mapping[str, tuple[frozenset[str], set[str]]]) -> set[str]:
     """Functions of `file` that a hidden body in a file importing it refers to by name."""
-    wanted: set[str] = set()
-    for other in files - {file}:
-        names = _hidden_names(read_source(root / other))
-        if names and file in direct_imports(root, other, None):
-            wanted |= names
+    others = [found for other, found in callers.items() if other != file]
+    wanted = frozenset().union(*(names for names, imported in others if file in imported))
     return {f.qualname for f in parse(read_source(root / file)).functions if f.name in wanted}
 
 

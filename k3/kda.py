@@ -114,10 +114,11 @@ def kda_core(
     heads = (-1, head_dim)
     backend = choose_backend(q.unflatten(-1, heads), lower_bound) if backend == "auto" else backend
     fused = backend in ("fla_chunk", "fla_recurrent") and fits_triton(q, weights.q_conv, histories[0], head_dim)
-    convolved = convolve_fused(q, k, v, weights, head_dim, cu_seqlens) if fused else [
-        short_conv(x, w, history=past, cu_seqlens=cu_seqlens)
-        for x, w, past in zip((q, k, v), weights[:3], histories, strict=True)
-    ]  # fmt: skip
+    if fused:
+        convolved = convolve_fused(q, k, v, weights, head_dim, cu_seqlens)
+    else:
+        inputs = zip((q, k, v), weights[:3], histories, strict=True)
+        convolved = [short_conv(x, w, history=past, cu_seqlens=cu_seqlens) for x, w, past in inputs]
     o, S = kda(
         *(x.unflatten(-1, heads) for x in convolved),
         z.unflatten(-1, heads),

@@ -49,10 +49,10 @@ def fits_triton(x: Tensor, weight: Tensor, history: Tensor | None, head_dim: int
 
 
 def last_inputs(x: Tensor, history: Tensor | None, taps: int) -> Tensor:
-    """What the convolution must remember after x: its last taps-1 inputs, [B, taps-1, D]."""
+    """What the convolution must remember after x: a copy of its last taps-1 inputs, [B, taps-1, D]."""
     if x.shape[1] >= taps - 1:
-        return x[:, x.shape[1] - (taps - 1) :]
-    return with_history(x, history, taps)[:, x.shape[1] :]
+        return x[:, x.shape[1] - (taps - 1) :].clone()
+    return with_history(x, history, taps)[:, x.shape[1] :].clone()
 
 
 def _torch(x: Tensor, weight: Tensor, history: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

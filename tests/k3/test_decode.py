@@ -31,6 +31,7 @@ def test_cache_contents():
     *histories, S = cache.kda[2]
     assert [h.shape for h in histories] == [(2, 3, 8)] * 3 and {h.dtype for h in histories} == {torch.bfloat16}
     assert S.shape == (2, 2, 4, 4) and S.dtype == torch.float32
+    assert {h.untyped_storage().nbytes() for h in histories} == {2 * 3 * 8 * 2}  # copies: a long prefill is let go
     assert cache.mla[1].shape == (2, 5, 8) and cache.mla[1].dtype == torch.bfloat16
 
 

@@ -178,6 +178,25 @@ def _listing(options: Namespace, rows: list[dict]) -> int:
     return 0
 
 
+def bench(options: Namespace) -> int:
+    """List values with their peers and floors, or compare two sides."""
+    from ledger import bench as numbers
+    from ledger.db import connect_read
+
+    with contextlib.closing(connect_read(options.ledger)) as connection:
+
+        def side(name: str):
+            return numbers.samples(connection, numbers.runs_named(connection, name))
+
+        if options.new is None:
+            old = side(options.old) if options.old else numbers.samples(connection, numbers.latest_runs(connection))
+            rows = numbers.listing(old, numbers.against_peers(old))
+        else:
+            confirm = tuple(map(side, options.confirm)) if options.confirm else None
+            rows = [numbers.as_row(c) for c in numbers.compare(side(options.old), side(options.new), confirm)]
+    return _listing(options, rows)
+
+
 def _block(root: Path, **sources_and_cache) -> str:
     from ledger.claims import open_judge
     from ledger.matrix import block

@@ -169,8 +169,8 @@ class _Writer:
 
     def insert_measures(self, number: int, stream: Stream) -> None:
         for line, row, _ in stream.tests:
-            for m in row.measures:
-                insert(self.db, "measure", (number, line, m.name, m.unit, m.direction, m.shape, m.dtype,
+            for place, m in enumerate(row.measures):
+                insert(self.db, "measure", (number, line, place, m.name, m.unit, m.direction, m.shape, m.dtype,
                                             encode(m.samples).decode(), encode(m.context).decode()))  # fmt: skip
 
     def blob(self, body: bytes) -> str:

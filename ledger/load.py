@@ -75,7 +75,7 @@ def _tests(connection: sqlite3.Connection, stream: int) -> list[tuple[int, TestR
 def _measures(connection: sqlite3.Connection, stream: int) -> dict[int, list[Measure]]:
     found: dict[int, list[Measure]] = {}
     query = """SELECT line, name, unit, direction, shape, dtype, samples, context FROM measure
-               WHERE stream = ? ORDER BY line, name"""
+               WHERE stream = ? ORDER BY line, number"""
     for line, name, unit, direction, shape, dtype, samples, context in connection.execute(query, (stream,)):
         measure = Measure(name=name, unit=unit, direction=direction, shape=shape, dtype=dtype,
                           samples=tuple(json.loads(samples)), context=json.loads(context))  # fmt: skip

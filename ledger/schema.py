@@ -91,6 +91,7 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TABLE measure (
         stream INTEGER NOT NULL,
         line INTEGER NOT NULL,
+        number INTEGER NOT NULL CHECK (number >= 0),
         name TEXT NOT NULL CHECK (length(name) > 0),
         unit TEXT NOT NULL,
         direction TEXT NOT NULL CHECK (direction IN ('lower', 'higher')),
@@ -98,7 +99,7 @@ MIGRATIONS: tuple[str, ...] = (
         dtype TEXT NOT NULL,
         samples TEXT NOT NULL CHECK (json_valid(samples)),
         context TEXT NOT NULL CHECK (json_valid(context)),
-        PRIMARY KEY (stream, line, name, shape, dtype),
+        PRIMARY KEY (stream, line, number),
         FOREIGN KEY (stream, line) REFERENCES record (stream, line)
     ) STRICT, WITHOUT ROWID;
     CREATE INDEX measure_name ON measure (name);
@@ -147,7 +148,7 @@ IDENTITIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "attempt": (("run", "job", "generation", "number"),),
     "stream": (("id",), ("run", "job", "attempt", "rank", "size_bytes")),
     "record": (("stream", "line"),),
-    "measure": (("stream", "line", "name", "shape", "dtype"),),
+    "measure": (("stream", "line", "number"),),
     "evidence": (("digest",),),
     "fact": (("source", "run", "generation", "claim", "topology", "outcome"),),
     "entry": (("seq",), ("link",)),

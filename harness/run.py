@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from rich.console import Console
 
 from harness import mutate, progress, spool
-from harness.collect import collect, look
+from harness.collect import collect
 from harness.planning import Session, add_selection, known_statuses, prepare, summary
 from harness.spec import ClaimStatus, HarnessError
 from harness.submit import executor, submit
 from harness.submit import prepare as write_run
+from harness.watch import follow
 
-POLL_S = {"local": 0.2, "slurm": 2.0}
 INTERRUPTED = 130
 
 
@@ -49,26 +48,20 @@ def execute(session: Session, console: Console) -> bool:
     write_run(session.plan, session.snapshot, session.cluster, session.run_dir, session.nonce)
     try:
         submit(session.plan, session.cluster, session.run_dir)
-        watch(session.run_dir, console, session.cluster.scheduler)
+        watch(session.run_dir, console, session.ledger)
     except KeyboardInterrupt:
         console.print("interrupted: ending every job of this run", soft_wrap=True)
         jobs = [job.job for job in session.plan.expected]
         executor(session.cluster).cancel(session.run_dir, jobs, "cancelled by the user (Ctrl-C)")
         collect(session.run_dir, session.ledger)
         return True
-    collect(session.run_dir, session.ledger)
     return False
 
 
-def watch(run_dir: Path, console: Console, scheduler: str) -> None:
-    """Look until every job has ended."""
+def watch(run_dir: Path, console: Console, ledger: Path | None) -> None:
+    """Look until every job has ended, ingesting as they end."""
     with progress.Board(console, run_dir) as board:
-        while True:
-            seen = look(run_dir)
-            board.show(seen)
-            if seen.complete:
-                return
-            time.sleep(POLL_S[scheduler])
+        follow(run_dir, board.show, ledger)
 
 
 def report(session: Session, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from harness.cluster import Cluster
 from harness.journal import Order
 from harness.revision import Snapshot
 from harness.slurm import save_cluster
-from harness.spec import Expected, JobSpec, Plan, RunRecord, store
+from harness.spec import Expected, JobSpec, Plan, RunRecord, load, store
 from harness.spool import write_run
 
 
@@ -60,6 +61,7 @@ def orders_for(expected: Expected, plan: Plan, run: str, nonce: str) -> JobSpec:
         run=run, nonce=nonce, job=expected.job, topology=expected.topology, tests=expected.tests,
         snapshot=plan.snapshot, env={**plan.env, "K3_BACKEND": expected.topology.backend}, sabotage=plan.sabotage,
         until_failure=until_failure(expected, plan) if plan.sabotage else {}, timeout_s=60.0 * expected.timeout_min,
+        stall_s=expected.topology.stall_s,
     )  # fmt: skip
 
 
@@ -74,3 +76,50 @@ def until_failure(expected: Expected, plan: Plan) -> dict[str, tuple[str, ...]]:
 def submit(plan: Plan, cluster: Cluster, run_dir: Path) -> None:
     """Hand every job of a prepared run to the cluster."""
     executor(cluster).submit(run_dir, cluster, [Order(expected.job, 0) for expected in plan.expected])
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `k3-harness submit`."""
+    from harness.planning import add_selection
+
+    add_selection(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and the cost; submit nothing")
+
+
+def command(options: argparse.Namespace) -> int:
+    """Plan and submit; whoever sees the spool may collect. 0: submitted, or nothing had to be."""
+    from harness import planning, spool
+
+    session = planning.prepare(options)
+    if options.dry_run or not session.plan.expected:
+        print(preview(session.plan, session.cluster, session.run_dir, session.nonce, session.snapshot))
+        spool.discard(session.run_dir)
+        return 0
+    prepare(session.plan, session.snapshot, session.cluster, session.run_dir, session.nonce)
+    submit(session.plan, session.cluster, session.run_dir)
+    print(f"submitted {len(session.plan.expected)} jobs as run {session.run_dir.name}; "
+          f"k3-harness collect {session.run_dir.name} --cluster {options.cluster} brings it home")  # fmt: skip
+    return 0
+
+
+def preview(plan: Plan, cluster: Cluster, run_dir: Path, nonce: str, snapshot: Snapshot) -> str:
+    """What a submission would consist of, to the letter, and what it would cost at most and probably."""
+    from harness import slurm
+    from harness.planning import summary
+
+    prepare(plan, snapshot, cluster, run_dir, nonce)
+    specs = [load(run_dir / "jobs" / expected.job / "spec.json", JobSpec) for expected in plan.expected]
+    parts = [summary(plan), f"cost: {plan.gpu_s / 3600:.2f} GPU-hours expected, {ceiling(specs):.2f} at most"]
+    if cluster.scheduler == "local":
+        return "\n".join([*parts, "the local executor writes no batch script"])
+    for number, batch in enumerate(slurm.arrange(specs, cluster, slurm.array_limit())):
+        group = f"g{number}"
+        name = f"k3-{run_dir.name[-8:]}-{group}-(nonce)"
+        parts.append(f"--- sbatch {number + 1}: {', '.join(spec.job for spec in batch)}")
+        parts.append(slurm.script(run_dir, cluster, group, name, batch))
+    return "\n".join(parts)
+
+
+def ceiling(specs: list[JobSpec]) -> float:
+    """GPU-hours if every job ran into its own time limit."""
+    return sum(spec.timeout_s * spec.topology.gpus_per_node * spec.topology.nodes for spec in specs) / 3600

@@ -208,14 +208,16 @@ class SlurmCluster:
         return next((word.split("=")[1] for word in words if word.startswith("JobState=")), "")
 
     def wait(self, done: Callable[[], bool], seconds: float) -> None:
-        """Poll `done` until it holds; its failing commands count as not yet."""
-        deadline = time.monotonic() + seconds
+        """Poll `done` until it holds; its failing commands count as not yet, and the last is told."""
+        deadline, last = time.monotonic() + seconds, None
         while time.monotonic() < deadline:
-            with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
+            try:
                 if done():
                     return
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                last = error
             time.sleep(0.1)
-        raise TimeoutError(f"not reached within {seconds} s; logs in {self.root / 'log'}")
+        raise TimeoutError(f"not reached within {seconds} s; logs in {self.root / 'log'}; last fault: {last}")
 
     # -- breaking and mending ----------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ def _break(storm: Storm) -> None:
     lab.wait(lambda: lab.state(ids["spool full"]) == "FAILED", 60)
     (storm.folder / "small" / "filler").unlink()
     lab.wait(lambda: lab.state(taker) == "COMPLETED", 60)
-    lab.wait(lambda: "down" in lab.run("sinfo", "-hn", "n4", "-pmain", "-o%T"), 120)
+    lab.wait(lambda: "State=DOWN" in lab.run("scontrol", "-o", "show", "node", "n4"), 120)
     lab.start_node(4)
     storm.go(*storm.runs.keys() - {"time limit, warned", "time limit, unwarned", "spool full"})
 
@@ -166,4 +166,3 @@ def _break(storm: Storm) -> None:
 def launcher_pid(run_dir: Path) -> int:
     """The process id of a run's only launcher, from its own report."""
     return next(report.pid for folder in run_dir.glob("jobs/*/attempts/*") for report in read_reports(folder))
-

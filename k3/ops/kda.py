@@ -50,9 +50,22 @@ def kda(
     backend = choose_backend(q, lower_bound) if backend == "auto" else backend
     if backend not in BACKENDS:
         raise ValueError(f"KDA backend={backend!r} is unknown; use one of auto, {', '.join(BACKENDS)}")
+    _check(q, v, cu_seqlens, initial_state)
     options = {"lower_bound": lower_bound, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
     o, state = BACKENDS[backend](q, k, v, g, beta, A_log, dt_bias, qk_normalised=qk_normalised, **options)
     return o, state if output_final_state else None
+
+
+def _check(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> None:
+    """Refuse what would broadcast silently: several packed rows, or states for another number of sequences."""
+    B, _, H, K = q.shape
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"cu_seqlens with batch {B}; pack all documents into one row, [1, T]")
+    wanted = (B if cu_seqlens is None else len(cu_seqlens) - 1, H, K, v.shape[-1])
+    if initial_state is not None and initial_state.shape != wanted:
+        raise ValueError(
+            f"initial_state {tuple(initial_state.shape)} must be {wanted}: one [K, V] per sequence and head"
+        )
 
 
 def choose_backend(q: Tensor, lower_bound: float) -> str:

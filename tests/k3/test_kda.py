@@ -66,8 +66,17 @@ def test_float32_is_safe(decay):
 @pytest.mark.parametrize("backend", ["torch_recurrent", "torch_chunk"])
 def test_gradcheck(backend):
     """Gradients are those of finite differences, through initial and final state."""
-    x = draw(5)
+    x = {k: t.detach()[:1].requires_grad_() if t.ndim > 2 else t for k, t in draw(3).items()}
     assert torch.autograd.gradcheck(lambda *t: run(dict(zip(NAMES, t, strict=True)), backend), tuple(x.values()))
+
+
+def test_wrong_states_are_refused():
+    """States for another number of sequences, and packed rows in a batch, do not broadcast: they are refused."""
+    x = draw(4)
+    with pytest.raises(ValueError, match=r"initial_state \(1, 3, 8, 5\) must be \(2, 3, 8, 5\)"):
+        run(x | {"initial_state": x["initial_state"][:1]}, "torch_chunk")
+    with pytest.raises(ValueError, match="one row"):
+        run(x, "torch_recurrent", cu_seqlens=torch.tensor([0, 4]))
 
 
 @pytest.mark.parametrize("first", ["torch_recurrent", "torch_chunk"])

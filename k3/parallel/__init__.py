@@ -15,6 +15,8 @@ _HOMES = {
     "sync_gradients": "data",
     "clip_gradients": "data",
     "fully_shard_model": "data",
+    "save_training_state": "state",
+    "load_training_state": "state",
 }
 
 __all__ = sorted(_HOMES)

@@ -146,7 +146,8 @@ class HeadwiseLayout(ContextLayout):
         mine = self.tokens_to_heads(torch.cat(wide, dim=-1))  # [B, T, H/cp, 4K + 1]
         *projections, beta = mine.split([x.shape[-1] for x in wide], dim=-1)
         q, k, v, z = (x.flatten(-2) for x in projections)
-        o, _ = core(q, k, v, z, beta.squeeze(-1), self.own_heads(weights), cu_seqlens=self.cu_seqlens, state=None)
+        bounds = None if self.cu_seqlens is None else self.cu_seqlens.to(q.device)
+        o, _ = core(q, k, v, z, beta.squeeze(-1), self.own_heads(weights), cu_seqlens=bounds, state=None)
         return self.heads_to_tokens(o), None
 
     def own_heads(self, weights: Any) -> Any:

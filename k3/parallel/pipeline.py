@@ -141,6 +141,9 @@ class Pipeline:
             raise ValueError(
                 f"{microbatches} microbatches are fewer than pp_size={self.parallel.pp_size}; use at least as many"
             )
+        device = next(chunks[0].parameters()).device
+        if device.type == "cuda" and collectives.backend_of(self.parallel.group("pp"), device) == "gloo":
+            raise NotImplementedError("gloo aborts on send and receive of CUDA tensors; use nccl for a pipeline on GPUs")
         if cached and len(chunks) == 1:
             raise ValueError("cached=True with one stage a rank sends every snapshot anyway; use vpp_size above 1")
         self.config, self.microbatches, self.cached = chunks[0].config, microbatches, cached

@@ -14,7 +14,7 @@ structures = pytest.mark.parametrize("structure", sorted(STRUCTURES))
 QUANTISED = {"routed"}
 
 
-def _native(structure, state):
+def native(structure, state):
     """Native tensors of a structure: stacks stand for their experts."""
     if structure == "routed":
         return {name: tensor for name, tensor in state.items() if f"{MOE}experts." in name}
@@ -22,14 +22,14 @@ def _native(structure, state):
 
 
 @structures
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 def test_load(structure, dtype, tmp_path):
     """Loading a packed release gives exactly its values: F32 stays F32, pairs are decoded, A_log keeps its heads."""
     folder = folders.release(tmp_path)
     model = K3Model(folders.config(), dtype=dtype)
     load_hf_weights(model, folder, model.config)
-    wanted = _native(structure, folders.as_loaded(folders.raw(folder)))
-    found = _native(structure, model.state_dict())
+    wanted = native(structure, folders.as_loaded(folders.raw(folder)))
+    found = native(structure, model.state_dict())
     wide = {name for name, tensor in wanted.items() if tensor.dtype == torch.float32}
     for name, tensor in found.items():
         assert tensor.dtype == (torch.float32 if name in wide else dtype), name
@@ -55,7 +55,7 @@ def test_bf16_export(structure):
     model = folders.model(torch.bfloat16)
     exported = folders.of(structure, dict(export_hf_weights(model, model.config)))
     folders.assert_same_bytes(
-        _native(structure, folders.as_loaded(exported)), _native(structure, model.state_dict())
+        native(structure, folders.as_loaded(exported)), native(structure, model.state_dict())
     )  # fmt: skip
     for name, tensor in exported.items():
         if name.endswith("A_log"):
@@ -83,7 +83,7 @@ def test_qat_names(structure):
     """Under QAT names resolve through `original`: loading state and both exports equal those of the plain model."""
     plain, trained = folders.model(), folders.model()
     report = qat.apply(trained, {"enabled": True, "format": "mxfp4"})
-    names = _native(structure, plain.state_dict())
+    names = native(structure, plain.state_dict())
     assert all((name in report["wrapped"]) == (structure in QUANTISED) for name in names)
     assert all((name in report["untouched"]) == (structure not in QUANTISED) for name in names)
     for target in ("bf16", "mxfp4"):
@@ -99,8 +99,8 @@ def test_qat_load(structure, tmp_path):
     qat.apply(trained, {"enabled": True, "format": "mxfp4"})
     load_hf_weights(trained, folder, trained.config)
     exported = dict(export_hf_weights(trained, trained.config))
-    found = _native(structure, folders.as_loaded(folders.of(structure, exported)))
-    folders.assert_same_bytes(found, _native(structure, folders.as_loaded(folders.raw(folder))))
+    found = native(structure, folders.as_loaded(folders.of(structure, exported)))
+    folders.assert_same_bytes(found, native(structure, folders.as_loaded(folders.raw(folder))))
 
 
 @structures

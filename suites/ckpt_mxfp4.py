@@ -83,7 +83,7 @@ def test_fake_quantise_is_what_a_reader_sees(rule):
     assert torch.equal(weight.grad, incoming)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 def test_source_scale_returns_source_bytes(dtype):
     """Decoding random codes and packing them with their own scales gives the source bytes back, -0 included."""
     random = torch.Generator().manual_seed(5)

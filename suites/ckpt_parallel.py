@@ -19,6 +19,7 @@ from k3.parallel import ParallelState, connect, parallelize_model, sync_gradient
 from k3.parallel.pipeline import Pipeline
 from k3.sharding import local_slices
 from suites import ckpt_folders as folders
+from suites.ckpt_cells import native
 from suites.ckpt_folders import LAYER, MOE
 from suites.goldens import relative
 from suites.ranks import device, run_forked
@@ -193,6 +194,30 @@ def test_dying_rank_keeps_the_old_checkpoint(tmp_path):
     assert [outcome.status for outcome in outcomes] == ["raised", "died"], outcomes
     folders.assert_same_bytes(folders.raw(tmp_path / "saved"), before)
     load_hf_weights(model, tmp_path / "saved", model.config)
+
+
+@pytest.mark.parametrize("structure", sorted(folders.STRUCTURES))
+@pytest.mark.ranks(8)
+def test_structure_at_tp2_ep2_pp2(structure, tmp_path):
+    """One structure through everything: loaded packed, saved like its source, exported in bf16 and under QAT."""
+    base, config = shared(tmp_path), folders.config()
+    on_first(lambda: folders.release(base / "release"))
+    chunks, parallel = stages(LAYOUTS["tp2_ep2_pp2"], torch.bfloat16)
+    load_hf_weights(chunks, base / "release", config, parallel)
+    source = folders.raw(base / "release")
+    found = {name: tensor.cpu() for name, tensor in native_tensors(chunks).items()}
+    wanted = native(structure, slices_of(folders.as_loaded(source), parallel))
+    held = {name for name in wanted if name in found}
+    folders.assert_same_bytes({name: found[name] for name in held}, {name: wanted[name] for name in held})
+    like = {"target": "mxfp4", "scale_rule": "like_source", "source": base / "release"}
+    save_hf_weights(chunks, base / "saved", config, parallel, max_shard_size_bytes=25_000, **like)
+    folders.assert_same_bytes(folders.of(structure, folders.raw(base / "saved")), folders.of(structure, source))
+    plain = dict(export_hf_weights(chunks, config, parallel))
+    qat.apply(chunks, QAT)
+    trained = dict(export_hf_weights(chunks, config, parallel))
+    folders.assert_same_bytes(folders.of(structure, trained), folders.of(structure, plain))
+    loaded = native(structure, folders.as_loaded(folders.of(structure, plain)))
+    folders.assert_same_bytes(loaded, native(structure, folders.as_loaded(source)))
 
 
 def train(chunks, parallel, steps=3):

@@ -58,7 +58,7 @@ def test_nothing_else_is_touched():
 
 
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil6"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_forward_uses_the_exported_weights(rule, dtype):
     """Each stack as the forward reads it equals decoding the packed bf16-rounded master, one code at a time."""
     model = folders.model(dtype)

@@ -43,6 +43,7 @@ def pack(
 
         announce("triton.mxfp4_pack")
         return quantise(weight, rule=rule)
+    announce("torch.mxfp4_pack")
     packed = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(len(blocks), dtype=torch.uint8, device=weight.device)
     for rows in _chunks(len(blocks)):
@@ -79,6 +80,7 @@ def unpack(
 
         announce("triton.mxfp4_unpack")
         return dequantise(packed, scale, dtype)
+    announce("torch.mxfp4_unpack")
     rows = scale.numel()
     codes, scales = packed.reshape(rows, BLOCK // 2), scale.reshape(rows)
     out = torch.empty(rows, BLOCK, dtype=dtype, device=packed.device)

@@ -15,11 +15,13 @@ import msgspec
 
 from harness import beat, process
 from harness.spec import Fault, JobSpec
+from harness.stream import UNWRITABLE
 
 REFUSED = 97  # harness.job's exit code when it refuses to run
 # Of faults seen at the same look, the more telling first.
 ORDER = (
-    "refused", "signal", "exit", "early_exit", "stopped", "silent", "stalled", "timeout", "peer_node", "terminated",
+    "refused", "spool", "signal", "exit", "early_exit", "stopped", "silent", "stalled", "timeout", "peer_node",
+    "terminated",
 )  # fmt: skip
 
 
@@ -125,6 +127,8 @@ def _exit_fault(rank: Watched, now: float) -> Fault | None:
         return _fault("signal", rank, f"was killed by {name}{rank.where if not ended else ' after its last test'}", now)
     if rank.code == REFUSED:
         return _fault("refused", rank, f"refused to run: {_last_line(rank)}", now)
+    if rank.code == UNWRITABLE:
+        return _fault("spool", rank, f"could not write its records: {_full(rank)}", now)
     if ended and rank.code == rank.last["exit_code"]:
         return None
     if rank.code == 0:
@@ -144,6 +148,17 @@ def _waits(rank: Watched) -> bool:
 def _place(rank: Watched) -> str:
     seen = beat.read(rank.beat_path)
     return seen.place if seen else "start-up"
+
+
+def _full(rank: Watched) -> str:
+    """Why the folder of a rank's stream cannot be written, asked of the file system itself."""
+    try:
+        probe = rank.stream.with_suffix(".probe")
+        probe.write_bytes(b"0" * 4096)
+        probe.unlink()
+    except OSError as error:
+        return error.strerror
+    return _last_line(rank)
 
 
 def _last_line(rank: Watched) -> str:

@@ -112,8 +112,9 @@ def _attempt(job_dir: Path, order: Order, group: Group) -> Attempt:
 def _ended(known: dict, launch: LaunchRecord) -> Attempt:
     kind = launch.fault.kind if launch.fault else ""
     state = ENDINGS.get(kind, "completed" if launch.exit_code == 0 else "failed")
+    machine = kind in ENDINGS or kind == "spool"
     return Attempt(
-        **known, state=state, machine_fault=kind in ENDINGS, reason=launch.fault.text if launch.fault else "",
+        **known, state=state, machine_fault=machine, reason=launch.fault.text if launch.fault else "",
         exit_code=launch.exit_code, ended_at=launch.ended_at, rank_exit_codes=launch.exit_codes,
     )  # fmt: skip
 
@@ -162,8 +163,9 @@ def _start(run_dir: Path, spec: JobSpec, attempt: int, number: int) -> None:
 
 
 def _environment(run_dir: Path) -> dict[str, str]:
-    """The launcher's environment: it imports the snapshot and leaves no byte code in it."""
-    return {**os.environ, "PYTHONPATH": search_path(run_dir / "snapshot"), "PYTHONDONTWRITEBYTECODE": "1"}
+    """The launcher's environment: the snapshot, no byte code in it, and one thread a rank, as room is counted."""
+    own = {"PYTHONPATH": search_path(run_dir / "snapshot"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **own}
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class JobSpec(Record, kw_only=True):
     timeout_s: float = 600.0
     stall_s: float = 300.0  # a rank without any event for so long is hung
     stopped_s: float = 3.0  # a rank that the kernel reports stopped for so long is hung
-    beat_s: float = 90.0  # a rank whose heartbeat is so old is hung (one long native call may hold it back)
+    beat_s: float = 120.0  # a rank whose heartbeat is so old is hung (one long native call may hold it back)
     grace_s: float = 3.0  # between SIGTERM and SIGKILL
 
 
@@ -101,7 +101,8 @@ class Fault(Record, kw_only=True):
     """What went wrong with one rank (-1: with the job as a whole), as the launcher saw it."""
 
     kind: Literal[
-        "exit", "signal", "early_exit", "stopped", "stalled", "silent", "timeout", "terminated", "refused", "peer_node",
+        "exit", "signal", "early_exit", "stopped", "stalled", "silent", "timeout", "terminated", "refused", "spool",
+        "peer_node",
     ]  # fmt: skip
     rank: int
     text: str

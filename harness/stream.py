@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from ledger.record import Record, encode
+
+UNWRITABLE = 98  # exit code of a rank that cannot record what it does
 
 
 class Stream:
@@ -16,8 +19,12 @@ class Stream:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def write(self, event: Record) -> None:
-        """Write one whole line and wait until it is on disk. Raises OSError when it cannot be (a full disk)."""
+        """Write one whole line and wait until it is on disk. A rank that cannot, as on a full disk, ends at once."""
         line = encode(event) + b"\n"
-        if (written := os.write(self.descriptor, line)) != len(line):
-            raise OSError(f"only {written} of {len(line)} bytes of a record were written; is the disk full?")
-        os.fsync(self.descriptor)
+        try:
+            while line:
+                line = line[os.write(self.descriptor, line) :]
+            os.fsync(self.descriptor)
+        except OSError as error:
+            os.write(sys.stderr.fileno(), f"cannot write records: {error.strerror}\n".encode())
+            os._exit(UNWRITABLE)

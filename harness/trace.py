@@ -66,7 +66,7 @@ def kernels(device: str):
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         yield names
     seen = {event.name for event in profiler.events() if event.device_type == DeviceType.CUDA}
     names += sorted(name[:KERNEL_NAME_LENGTH] for name in seen)

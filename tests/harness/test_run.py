@@ -197,3 +197,51 @@ def test_unwritable_state(toy):
     done = toy.run("run", "quick", timeout=30)
     assert done.returncode == 2
     assert str(toy.state) in done.stderr
+
+
+FULL = '''
+"""Fills the disk under its own records."""
+from pathlib import Path
+
+
+def test_double():
+    with open(Path("@DISK@") / "junk", "wb", buffering=0) as junk:
+        while True:
+            try:
+                junk.write(b"0" * 4096)
+            except OSError:
+                break
+'''
+
+
+def test_disk_fills_up(toy, small_disk):
+    """A disk that fills under a run: the rank ends, the command says why it waits, and goes on once there is room."""
+    toy.state = small_disk
+    toy.write("suites/toy.py", FULL.replace("@DISK@", str(small_disk)))
+    running = toy.start("run", "quick")
+    wait_until(lambda: (small_disk / "junk").exists() and not os.statvfs(small_disk).f_bavail)
+    assert "No space left on device" in running.stderr.readline()
+    (small_disk / "junk").unlink()
+    running.communicate(timeout=30)
+    assert running.returncode == 1
+    attempt = load(toy.runs[0] / "jobs" / "cpu1.toy.0" / "job.json", JobRecord).attempts[-1]
+    assert attempt.machine_fault
+    assert states(toy)["toy.double"][0] == "unproven"
+
+
+def test_no_room_for_a_snapshot(toy, small_disk):
+    """Without room for the snapshot nothing is planned and nothing is left behind."""
+    toy.state = small_disk
+    (small_disk / "junk").write_bytes(b"0" * (4 * 2**20 - 65536))
+    done = toy.run("run", "quick")
+    assert (done.returncode, toy.runs) == (2, [])
+    assert "No space left on device" in done.stderr
+
+
+def test_read_only_state(toy, small_disk):
+    """A read-only state folder is refused before anything starts."""
+    toy.state = small_disk
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = toy.run("run", "quick")
+    assert done.returncode == 2
+    assert "Read-only file system" in done.stderr

@@ -143,7 +143,7 @@ class Pipeline:
             )
         device = next(chunks[0].parameters()).device
         if device.type == "cuda" and collectives.backend_of(self.parallel.group("pp"), device) == "gloo":
-            raise NotImplementedError("gloo aborts on send and receive of CUDA tensors; use nccl for a pipeline on GPUs")
+            raise NotImplementedError("gloo aborts on sends of CUDA tensors; use nccl for a pipeline on GPUs")
         if cached and len(chunks) == 1:
             raise ValueError("cached=True with one stage a rank sends every snapshot anyway; use vpp_size above 1")
         self.config, self.microbatches, self.cached = chunks[0].config, microbatches, cached

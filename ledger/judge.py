@@ -119,9 +119,10 @@ class _Cell:
 
     def code_faults(self) -> list[str]:
         """Closures must name pieces as they are in the snapshot that was planned."""
-        merged, tree = self.pieces(), self.run.tree
-        found = [f"{key} ran with other code than the snapshot's" for key in sorted(merged)
-                 if "::" in key and not key.startswith("data::") and tree.get(key) != merged[key]]  # fmt: skip
+        tree, found = self.run.tree, []
+        for name in sorted({self.run.closure_of(row) for row in self.rows()}):  # each on its own: none may hide another
+            other = sorted(key for key, value in self.run.closures[name].items() if tree.get(key) != value)
+            found += [f"{key} ran with other code than the snapshot's" for key in other]
         empty = sorted({row.test for row in self.rows() if len(bytes(row.closure)) < 3})
         return found or [f"{test} recorded no closure: it could never expire" for test in empty]
 
@@ -138,7 +139,7 @@ class _Cell:
         """The union over this claim's tests and ranks; data files by digest under 'data::'."""
         rows = self.rows()
         merged: dict[str, str] = {}
-        for name in {self.run.closure_of(row) for row in rows}:
+        for name in sorted({self.run.closure_of(row) for row in rows}):
             merged |= self.run.closures[name]
         for row in rows:
             merged |= {f"data::{path}": value for path, value in row.data.items()}

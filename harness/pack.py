@@ -69,7 +69,10 @@ def write(run_dir: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Files and folders without their owner; submitit's absolute link beside a batch script stays behind."""
+    if not (member.isfile() or member.isdir()):
+        return None
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

@@ -165,7 +165,7 @@ class SlurmCluster:
         self.start_slurmctld(fresh=True)
         for i in range(1, self.nodes + 1):
             self.start_node(i)
-        self.wait(lambda: len(self.run("sinfo", "-hNt", "idle", "-pmain", "-o%n").split()) == self.nodes, 30)
+        self.wait(lambda: len(self.run("sinfo", "-hNt", "idle", "-pmain", "-o%N").split()) == self.nodes, 90)
         return self
 
     def down(self) -> None:

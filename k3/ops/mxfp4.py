@@ -22,7 +22,7 @@ ScaleRule = Literal["floor", "even", "ceil6"]
 # of two. floor: nothing; even: from 1.75 * 2^k; ceil6: anything above 1.5 * 2^k, so that 6 * 2^(k-2) still holds it.
 SCALE_RULES: dict[str, int] = {"floor": 0, "even": 0x200000, "ceil6": 0x3FFFFF}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_CHUNK = 1 << 20  # elements worked on at once: temporaries stay in cache, and small beside the tensor
+_CHUNK = 1 << 19  # elements worked on at once: temporaries stay in cache, and small beside the tensor
 
 
 def pack(
@@ -172,10 +172,10 @@ def _scales(blocks: torch.Tensor, rule: str) -> torch.Tensor:
         raise ValueError(f"unknown MXFP4 scale rule {rule!r}; use one of {sorted(SCALE_RULES)}")
     wide = blocks.dtype == torch.float32
     bits = blocks.view(torch.int32) & 0x7FFFFFFF if wide else blocks.view(torch.int16) & 0x7FFF
-    while bits.shape[-1] > 1:  # halving is several times faster than a reduction over 32
+    while bits.shape[-1] > 8:  # torch reduces a short last axis slowly, halves of it quickly
         half = bits.shape[-1] // 2
         bits = torch.maximum(bits[:, :half], bits[:, half:])
-    bits = bits[:, 0] if wide else bits[:, 0].int() << 16
+    bits = bits.amax(-1) if wide else bits.amax(-1).int() << 16
     scale = (((bits + SCALE_RULES[rule]) >> 23) - 2).clamp_(0, 254)
     return scale.masked_fill_(bits >= 0x7F800000, 255).to(torch.uint8)
 
@@ -186,12 +186,13 @@ def _codes(blocks: torch.Tensor, scale: torch.Tensor, ties: str) -> torch.Tensor
     scaled = blocks * inverse[:, None]
     if blocks.dtype == torch.float32:  # round to odd: the upper half alone still tells which side of a midpoint
         bits = scaled.view(torch.int32)
-        index = ((bits >> 16) | ((bits & 0xFFFF) != 0)) & 0xFFFF
+        upper = (bits | ((bits & 0xFFFF) + 0xFFFF)).view(torch.uint16)[:, 1::2]
     else:
-        index = scaled.view(torch.int16).int() & 0xFFFF
-    code = _code_table(ties, blocks.device).index_select(0, index.flatten()).view(torch.int16).view(-1, BLOCK // 2)
-    packed = (code | (code >> 4)).to(torch.uint8)
-    return packed.masked_fill_((scale == 255)[:, None], 0)
+        upper = scaled.view(torch.uint16)
+    code = _code_table(ties, blocks.device).index_select(0, upper.int().flatten()).view(torch.int16)
+    packed = (code | (code >> 4)).to(torch.uint8).view(-1, BLOCK // 2)
+    refused = scale == 255
+    return packed.masked_fill_(refused[:, None], 0) if refused.any() else packed
 
 
 @cache

@@ -125,8 +125,7 @@ def text_table(tables: list[StageTable]) -> str:
                 f"{', '.join(f'{kib:g}' for kib in table.kib_per_token) or '-'} (sum {sum(table.kib_per_token):g})",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned_text(rows)
 
 
 @app.command()
@@ -151,6 +150,69 @@ def pp(
     typer.echo(text_table(tables))
     if layout and len(layout) == 2:
         typer.echo(Comparison(*tables[-2:]).sentence())
+
+
+@app.command()
+def plan(
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks")] = 1,
+    cp: Annotated[int, typer.Option(help="context-parallel ranks")] = 1,
+    dp: Annotated[int, typer.Option(help="data-parallel ranks")] = 1,
+    ep: Annotated[int, typer.Option(help="expert-parallel ranks")] = 1,
+    etp: Annotated[int, typer.Option(help="ranks inside an expert")] = 1,
+    pp_: Annotated[int, typer.Option("--pp", help="pipeline stages")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="split the residual stream over tp")] = True,
+    fsdp: Annotated[bool, typer.Option(help="shard parameters and gradients over the replicas too")] = False,
+    tokens: Annotated[int, typer.Option(help="tokens of a sequence")] = 8192,
+    rows: Annotated[int, typer.Option(help="sequences of a microbatch")] = 1,
+    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 8,
+    kda_cp_mode: Annotated[str, typer.Option(help="headwise, state, or auto: headwise where heads divide")] = "auto",
+    memory_gib: Annotated[float, typer.Option(help="memory of a rank")] = 141 * 1e9 / 1024**3,
+    config: Annotated[str | None, typer.Option(help="a config.json or its folder; the public model if absent")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Size one rank of every stage of a layout, and say what does not fit."""
+    from k3 import K3Config, layout_plan
+    from k3.parallel.mesh import ParallelState, layout_faults
+
+    model = K3Config.from_hf(config) if config else K3Config()
+    if kda_cp_mode == "auto":
+        kda_cp_mode = "headwise" if model.kda_num_heads // tp % cp == 0 else "state"
+    work = layout_plan.Workload(tokens=tokens, rows=rows, microbatches=microbatches, kda_cp_mode=kda_cp_mode, fsdp=fsdp)
+    sizes = {"tp_size": tp, "cp_size": cp, "dp_size": dp, "ep_size": ep, "etp_size": etp, "pp_size": pp_}
+    if faults := layout_faults(model, kda_cp_mode, sizes):
+        raise typer.BadParameter("; ".join(faults))
+    parallel = ParallelState(**sizes, sequence_parallel=sequence_parallel and tp > 1)
+    plans = layout_plan.plan(model, parallel, work)
+    verdict = layout_plan.verdict(model, parallel, work, plans, int(memory_gib * 1024**3))
+    if as_json:
+        found = {"world_size": parallel.world_size, "stages": [layout_plan.as_dict(p) for p in plans]}
+        typer.echo(json.dumps({**found, "verdict": verdict}, indent=1))
+        return
+    typer.echo(
+        f"{parallel.world_size} ranks, {microbatches} x {rows} x {tokens} tokens a replica and step, "
+        f"KDA context {kda_cp_mode}; GiB a rank, sent per step"
+    )
+    typer.echo(plan_table(plans))
+    typer.echo(verdict)
+
+
+def plan_table(plans: list) -> str:
+    """Return the plans of all stages as aligned text, GiB per rank."""
+    axes = ("tp", "cp", "ep", "pp", "dp")
+    head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total", "boundary")
+    rows = [(*head, *(f"{axis} sent" for axis in axes))]
+    for found in plans:
+        sizes = [found.parameter_bytes, found.gradient_bytes, found.optimizer_bytes, found.activation_bytes]
+        sizes += [found.total_bytes, found.boundary_bytes, *(found.traffic.get(axis, 0) for axis in axes)]
+        cells = [f"{size / KIB**3:.2f}" for size in sizes]
+        rows.append((str(found.stage), str(found.layers), f"{found.parameters:,}", *cells))
+    return aligned_text(rows)
+
+
+def aligned_text(rows: list[tuple[str, ...]]) -> str:
+    """Return rows of cells with their columns aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def main() -> None:

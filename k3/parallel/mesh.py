@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from k3.parallel import stages
@@ -198,6 +199,20 @@ def _config_faults(state: ParallelState, config: Any, kda_cp_mode: str) -> list[
                 f"use cp_size={nearest(state.cp_size, divisors(local))} or kda_cp_mode='state'"
             )
     return faults
+
+
+def layout_faults(config: Any, kda_cp_mode: str, sizes: dict[str, int]) -> list[str]:
+    """Return every fault of axis sizes for `config`, those of the sizes alone and those of the model together."""
+    try:
+        state = ParallelState(**sizes)
+    except ValueError as error:
+        positive = {f"{axis}_size": max(1, sizes.get(f"{axis}_size", 1)) for axis in AXES}
+        return [str(error), *_config_faults(SimpleNamespace(**positive), config, kda_cp_mode)]
+    try:
+        state.check(config, kda_cp_mode)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A fact is derived from records alone and can be derived again at any time; `veri
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Literal
 
 from ledger.record import Claim, Record, digest
@@ -41,6 +42,18 @@ class Fact(Record, kw_only=True):
 def claim_digest(claim: Claim) -> str:
     """Identity of what is claimed: its sentence, tests, paths and scope. Evidence for other words proves nothing."""
     return digest({"text": claim.text, "tests": claim.tests, "paths": claim.paths, "scope": claim.scope})
+
+
+def selected_by(patterns: Set[str], test: str) -> str:
+    """The one of a claim's test ids that selects a planned test, or ''."""
+    if test in patterns:
+        return test
+    base = test.partition("[")[0]
+    while base:
+        if base in patterns:
+            return base
+        base = base.rpartition("::")[0]
+    return ""
 
 
 def selects(pattern: str, test: str) -> bool:

@@ -5,10 +5,11 @@ Pure: the same run gives the same facts anywhere. Comparing with a tree and with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from ledger.attempts import BAD, Examined, examine
-from ledger.facts import Fact, claim_digest, selects
+from ledger.facts import Fact, claim_digest, selected_by
 from ledger.paths import path_faults
 from ledger.record import Claim, Expected, digest
 from ledger.runs import Run, Stream, TestRow
@@ -49,7 +50,8 @@ class _Cell:
         self.expected = [e for e in run.record.expected if e.topology.name == topology and claim.id in e.claims]
         self.examined: dict[str, list[Examined]] = {e.job: examined.get(e.job, []) for e in self.expected}
         self.words: dict[str, list[Word]] = words
-        self.tests = {e.job: [t for t in e.tests if any(selects(p, t) for p in claim.tests)] for e in self.expected}
+        self.patterns = frozenset(claim.tests)
+        self.tests = {e.job: [t for t in e.tests if selected_by(self.patterns, t)] for e in self.expected}
 
     def facts(self) -> list[Fact]:
         failures = [text for e in self.expected for text in self.failures(e)]
@@ -86,8 +88,9 @@ class _Cell:
 
     def planning(self) -> list[str]:
         planned = [test for tests in self.tests.values() for test in tests]
-        found = [f"nothing was planned for {p}" for p in self.claim.tests if not any(selects(p, t) for t in planned)]
-        found += [f"{test} was planned twice" for test in sorted({t for t in planned if planned.count(t) > 1})]
+        covered = {selected_by(self.patterns, test) for test in planned}
+        found = [f"nothing was planned for {pattern}" for pattern in self.claim.tests if pattern not in covered]
+        found += [f"{test} was planned twice" for test, n in sorted(Counter(planned).items()) if n > 1]
         if self.topology not in self.claim.topologies:
             found.append(f"the claim is not made for topology {self.topology}")
         return found
@@ -114,7 +117,7 @@ class _Cell:
         """Tests of this claim that the node found and the plan left out: a plan may not choose what suits it."""
         planned = {test for tests in self.tests.values() for test in tests}
         collected = {t for s in last.streams.values() for end in s.ends for t in end.collected} - planned
-        mine = sorted(t for t in collected if any(selects(p, t) for p in self.claim.tests))
+        mine = sorted(test for test in collected if selected_by(self.patterns, test))
         return [f"{test} exists on the node and was not planned" for test in mine]
 
     def code_faults(self) -> list[str]:
@@ -123,8 +126,20 @@ class _Cell:
         for name in sorted({self.run.closure_of(row) for row in self.rows()}):  # each on its own: none may hide another
             other = sorted(key for key, value in self.run.closures[name].items() if tree.get(key) != value)
             found += [f"{key} ran with other code than the snapshot's" for key in other]
+        found += self.data_faults()
         empty = sorted({row.test for row in self.rows() if len(bytes(row.closure)) < 3})
         return found or [f"{test} recorded no closure: it could never expire" for test in empty]
+
+    def data_faults(self) -> list[str]:
+        """Every rank must have read the same data, and files of the snapshot as the manifest has them."""
+        seen: dict[str, set[str]] = {}
+        for row in self.rows():
+            for path, value in row.data.items():
+                seen.setdefault(path, set()).add(value)
+        found = [f"ranks or tests read different contents of {path}" for path, v in sorted(seen.items()) if len(v) > 1]
+        manifest = self.run.record.manifest
+        return found + [f"data file {path} is not the snapshot's" for path, values in sorted(seen.items())
+                        if path in manifest and {manifest[path]} != values]  # fmt: skip
 
     # --- what a fact is made of -------------------------------------------------------------------------------
 
@@ -154,7 +169,7 @@ class _Cell:
         files = {test.split("::")[0] for tests in self.tests.values() for test in tests}
         whole = {key for key in tree if key.startswith("k3/") or key.split("::")[0] in files}
         cut_short = any(one.outcomes[t] == "lost" for found in self.examined.values() for one in found
-                        for t in one.outcomes if any(selects(p, t) for p in self.claim.tests))  # fmt: skip
+                        for t in one.outcomes if selected_by(self.patterns, t))  # fmt: skip
         merged = self.pieces()
         if cut_short or not merged:
             merged |= {key: tree[key] for key in (self.known or whole) if key in tree}

@@ -40,7 +40,7 @@ def summary(found: list[ClaimStatus]) -> str:
     """One sentence that counts cells by state."""
     counts = Counter(status.state for status in found)
     told = ", ".join(f"{counts[state]} {state}" for state in MARKS if counts[state]) or "none claimed"
-    return f"{len(found)} cells: {told}."
+    return f"{len(found)} cell{'' if len(found) == 1 else 's'}: {told}."
 
 
 def _row(status: ClaimStatus, flags: Sequence[Window]) -> str:

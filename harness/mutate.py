@@ -98,22 +98,22 @@ def pending(session: Session, options: argparse.Namespace) -> list[Sabotage]:
         sabotage.edited(entry, (session.snapshot.path / entry.file).read_text(encoding="utf-8"))
     sound, tried = _sound(session, options.all), {} if options.all else _tried(session)
     left = [
-        replace(one, claims=tuple(name for name in one.claims if name in sound and one.id not in tried.get(name, ())))
+        replace(one, claims=tuple(c for c in sabotage.applicable(one, sound) if one.id not in tried.get(c, ())))
         for one in wanted
     ]
     return [one for one in left if one.claims]
 
 
-def _sound(session: Session, everything: bool) -> set[str]:
+def _sound(session: Session, everything: bool) -> list[str]:
     """Claims with a cell that can run here, and that holds on the real code: else any edit would look noticed."""
-    running = {(cell.claim, cell.topology) for cell in session.plan.cells if cell.action == "run"}
+    running = [(cell.claim, cell.topology) for cell in session.plan.cells if cell.action == "run"]
     if everything:
-        return {claim for claim, _ in running}
+        return list(dict.fromkeys(claim for claim, _ in running))
     statuses = known_statuses(session.root, session.ledger)
     unsound = sorted({s.id for s in statuses if (s.id, s.topology) in running and not _holds(s)})
     if unsound:
         raise HarnessError(f"{', '.join(unsound)} not proven at this tree; k3-harness run them first, or give --all")
-    return {claim for claim, _ in running}
+    return list(dict.fromkeys(claim for claim, _ in running))
 
 
 def _holds(status: ClaimStatus) -> bool:

@@ -6,8 +6,10 @@ The registry is data beside the suites; an edit is applied to a copied tree only
 from __future__ import annotations
 
 import ast
+import fnmatch
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -32,17 +34,28 @@ class Sabotage(Record, kw_only=True):
 
 
 def read(root: Path, name: str = "suites/sabotages.toml") -> dict[str, Sabotage]:
-    """The registry by id. Raises HarnessError for what is not one, naming every repeated id."""
-    try:
-        raw = tomllib.loads((root / name).read_text(encoding="utf-8"))
-        check_schema(raw)
-        found = msgspec.convert(raw.get("sabotages", []), list[Sabotage])
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise HarnessError(f"{name}: {error}; each entry needs id, text, file, old, new and claims") from error
+    """The registry by id: `name`, and the files beside it that it lists. Raises HarnessError naming repeated ids."""
+    raw, found = _parsed(root, name)
+    for other in raw.get("more", []):
+        found += _parsed(root, str(Path(name).with_name(other)))[1]
     twice = [key for key, count in Counter(sabotage.id for sabotage in found).items() if count > 1]
     if twice:
         raise HarnessError(f"{name}: {', '.join(twice)} named more than once; an id names one edit")
     return {sabotage.id: sabotage for sabotage in found}
+
+
+def _parsed(root: Path, name: str) -> tuple[dict, list[Sabotage]]:
+    try:
+        raw = tomllib.loads((root / name).read_text(encoding="utf-8"))
+        check_schema(raw)
+        return raw, msgspec.convert(raw.get("sabotages", []), list[Sabotage])
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise HarnessError(f"{name}: {error}; each entry needs id, text, file, old, new and claims") from error
+
+
+def applicable(sabotage: Sabotage, claims: Iterable[str]) -> tuple[str, ...]:
+    """Those of `claims` that the entry names; `ckpt.load.*` means all that begin so."""
+    return tuple(name for name in claims if any(fnmatch.fnmatchcase(name, pattern) for pattern in sabotage.claims))
 
 
 def edited(sabotage: Sabotage, source: str) -> str:
@@ -77,14 +90,14 @@ def faults(sabotages: dict[str, Sabotage], root: Path, claims: list[str]) -> lis
     """Everything wrong with a registry: edits that do not apply, unknown claims, claims with too few edits."""
     found = []
     for sabotage in sabotages.values():
-        unknown = [name for name in sabotage.claims if name not in claims]
+        unknown = [pattern for pattern in sabotage.claims if not fnmatch.filter(claims, pattern)]
         found += [f"sabotage {sabotage.id}: unknown claim {name!r}" for name in unknown]
         found += [] if sabotage.claims else [f"sabotage {sabotage.id}: names no claim"]
         try:
             edited(sabotage, (root / sabotage.file).read_text(encoding="utf-8"))
         except (OSError, HarnessError) as error:
             found.append(str(error))
-    counts = Counter(name for sabotage in sabotages.values() for name in sabotage.claims)
+    counts = Counter(name for sabotage in sabotages.values() for name in applicable(sabotage, claims))
     short = [name for name in claims if counts[name] < MINIMUM]
     return found + [f"claim {name}: {counts[name]} sabotages apply, {MINIMUM} needed" for name in short]
 

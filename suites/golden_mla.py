@@ -29,6 +29,8 @@ def test_alone(golden):
     index, wanted = golden.detail("mla")
     attention = golden_model(golden).get_submodule(f"language_model.model.layers.{index}.self_attn")
     close(attention(wanted["in"]), wanted["out"], 2e-5, "out")
+    q_latent = attention.q_a_layernorm(attention.q_a_proj(wanted["in"]))
+    close(q_latent, wanted["q_latent"], 5e-6, "q_latent: an epsilon of 1e-5 moves it by more")
 
 
 @pytest.mark.parametrize(("case", "length"), GRADIENTS)

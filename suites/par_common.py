@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from k3 import K3Config, K3Model
@@ -21,6 +22,8 @@ from suites.models import native_state
 from suites.ranks import device
 
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-4}
+DOUBLE = [pytest.param(torch.float64, id="float64")]
+BOTH = [*DOUBLE, pytest.param(torch.float32, id="float32")]
 
 
 @dataclass
@@ -33,14 +36,18 @@ class Run:
     experts: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> chosen experts [N, k], sorted
 
 
-def par6(dtype=torch.float64, seed: int = 5) -> tuple[K3Config, dict[str, torch.Tensor]]:
+def par6(dtype=torch.float64, seed: int = 5, heads: int | None = None) -> tuple[K3Config, dict[str, torch.Tensor]]:
     """The config of the golden case par6 with drawn weights, in which every head and every expert differs.
 
-    Matrices are shrunk in float32: at full size one rank in float32 is itself 2e-3 from float64, shrunk 2e-5.
+    `heads` replaces the case's four KDA and MLA heads. Matrices are shrunk in float32: at full size one rank in
+    float32 is itself 2e-3 from float64, shrunk 2e-5.
     """
-    golden = Golden("par6")
-    config = K3Config.from_hf(golden.hf)
-    state = native_state(oracle_weights.draw(golden.text, seed), config.kda_num_heads)
+    hf = Golden("par6").hf
+    if heads is not None:
+        hf["text_config"] |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+        hf["text_config"]["linear_attn_config"]["num_heads"] = heads
+    config = K3Config.from_hf(hf)
+    state = native_state(oracle_weights.draw(hf["text_config"], seed), config.kda_num_heads)
     if dtype == torch.float32:
         state = {name: w * 0.2 if w.ndim > 1 and "conv1d" not in name else w for name, w in state.items()}
     return config, {name: tensor.to(dtype) for name, tensor in state.items()}

@@ -7,12 +7,12 @@ from k3.parallel import ParallelState, collectives, connect, context_layout
 from k3.protocol import ImplConfig, build_model
 from k3.sequence import SequenceLayout, pack_rows, unpack_thd_forward_output
 from suites.goldens import relative
-from suites.par_common import LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
+from suites.par_common import BOTH, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
 
 # Lengths before padding: one token, shorter than the four taps, and long ones that cross every boundary.
 DOCUMENTS = (1, 3, 37, 2, 9, 1, 20)
 MODES = ("headwise", "state")
-SIZES = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"cp{n}") for n in (1, 2, 4)]
+SIZES = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"cp{n}") for n in (1, 2, 4, 8)]
 
 
 def packed_batch(config, mode, size):
@@ -28,17 +28,17 @@ def packed_batch(config, mode, size):
 
 
 @pytest.fixture
-def rows(dtype):
-    """The par6 proxy, two dense rows, and their one-rank run."""
-    config, state = par6(dtype)
+def rows(dtype, size):
+    """The par6 proxy with a head for every rank, two dense rows, and their one-rank run."""
+    config, state = par6(dtype, heads=max(4, size))
     ids, labels = batch(config, length=32)
     return config, state, ids, labels, None, one_rank(config, state, ids, labels)
 
 
 @pytest.fixture
 def packed(dtype, mode, size):
-    """The par6 proxy, packed documents, and their one-rank run."""
-    config, state = par6(dtype)
+    """The par6 proxy with a head for every rank, packed documents, and their one-rank run."""
+    config, state = par6(dtype, heads=max(4, size))
     ids, labels, bounds = packed_batch(config, mode, size)
     return config, state, ids, labels, bounds, one_rank(config, state, ids, labels, SequenceLayout(cu_seqlens=bounds))
 
@@ -56,7 +56,7 @@ def compare(case, mode, size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_rows(rows, mode, size, dtype):
     """Whole rows split over the ranks give one rank's logits, loss, experts and gradients."""
     compare(rows, mode, size, dtype)
@@ -64,25 +64,9 @@ def test_rows(rows, mode, size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_packed(packed, mode, size, dtype):
     """Packed documents, some of one token and some across every boundary, give one rank's results."""
-    compare(packed, mode, size, dtype)
-
-
-@pytest.mark.ranks(8)
-@pytest.mark.parametrize("dtype,size", [(torch.float64, 8)])
-@pytest.mark.parametrize("mode", ["state"])
-def test_cp8_rows(rows, mode, size, dtype):
-    """Eight ranks of four tokens pass the state along: one rank's results."""
-    compare(rows, mode, size, dtype)
-
-
-@pytest.mark.ranks(8)
-@pytest.mark.parametrize("dtype,size", [(torch.float64, 8)])
-@pytest.mark.parametrize("mode", ["state"])
-def test_cp8_packed(packed, mode, size, dtype):
-    """Eight ranks over packed documents, several documents on a rank and several ranks on a document."""
     compare(packed, mode, size, dtype)
 
 

@@ -17,7 +17,7 @@ from k3.parallel.data import sharded_by_fsdp
 from k3.parallel.pipeline import Pipeline
 from k3.parallel.tensor import whole_parameter
 from suites.goldens import relative
-from suites.par_common import LIMIT, batch, load_part, one_rank, par6, part, run_part
+from suites.par_common import BOTH, DOUBLE, LIMIT, batch, load_part, one_rank, par6, part, run_part
 
 LAYOUTS = {
     "dp2": {"dp_size": 2},
@@ -73,7 +73,7 @@ def run(model, ids, labels):
 
 
 @pytest.mark.parametrize("axes", ranked(LAYOUTS))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_fsdp(tiny, axes, dtype):
     """FSDP2 over dp x cp (experts over their replicas) gives one rank's loss and summed gradients."""
     config, state, ids, labels, wanted = tiny
@@ -85,7 +85,7 @@ def test_fsdp(tiny, axes, dtype):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_replicated(tiny):
     """Replicas with unequal label counts give the gradient of the mean over all labels."""
     config, state, ids, labels, wanted = tiny
@@ -95,7 +95,7 @@ def test_replicated(tiny):
 
 
 @pytest.mark.parametrize("axes", [pytest.param({"pp_size": 2, "dp_size": 2}, marks=pytest.mark.ranks(4), id="pp2_dp2")])
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_fsdp_in_a_pipeline(tiny, axes):
     """Stages sharded by FSDP2 give one rank's loss and whole gradients."""
     config, state, ids, labels, wanted = tiny
@@ -127,7 +127,7 @@ CLIP = {**LAYOUTS, "pp2_tp2": {"pp_size": 2, "tp_size": 2}, "ep2_etp2": {"dp_siz
 
 @pytest.mark.parametrize("axes", ranked(CLIP))
 @pytest.mark.parametrize("fsdp", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_clip(tiny, axes, fsdp):
     """The norm counts every element of the whole model once, however many ranks store it, and scales all gradients."""
     config, state, _, _, wanted = tiny

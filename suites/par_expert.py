@@ -6,7 +6,7 @@ import torch
 from k3 import K3Model
 from k3.moe import LocalDispatcher
 from k3.parallel import ParallelState, collectives
-from suites.par_common import LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
+from suites.par_common import BOTH, DOUBLE, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
 
 
 @pytest.fixture
@@ -30,49 +30,49 @@ def compare(tiny, parallel, dtype):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_ep2(tiny, dtype):
     """Experts over two ranks, each with its own tokens, give one rank's results."""
     compare(tiny, ParallelState(dp_size=2, ep_size=2), dtype)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_ep4(tiny, dtype):
     """Experts over four ranks give one rank's results."""
     compare(tiny, ParallelState(dp_size=4, ep_size=4), dtype)
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_ep8(tiny, dtype):
     """One expert a rank, some without a token, give one rank's results."""
     compare(tiny, ParallelState(dp_size=8, ep_size=8), dtype)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_ep2_with_two_replicas(tiny, dtype):
     """Expert shards stored twice sum their gradients over the replicas."""
     compare(tiny, ParallelState(dp_size=4, ep_size=2), dtype)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_etp2(tiny, dtype):
     """Each expert's width over two ranks, its parts summed before the norm, gives one rank's results."""
     compare(tiny, ParallelState(dp_size=2, etp_size=2), dtype)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_ep2_etp2(tiny, dtype):
     """Experts over two ranks and each expert's width over two give one rank's results."""
     compare(tiny, ParallelState(dp_size=4, ep_size=2, etp_size=2), dtype)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tp2_ep4(tiny, dtype, sequence_parallel):
     """Experts over all ranks of a tp2 x dp2 stage: a token reaches its experts once, from one tp rank."""

@@ -8,9 +8,20 @@ from k3.parallel import ParallelState, collectives, connect, context_layout, syn
 from k3.parallel.pipeline import Pipeline
 from k3.parallel.tensor import full_logits
 from suites import oracle_weights
-from suites.goldens import relative
+from suites.goldens import Golden, close, relative
 from suites.models import native_state
-from suites.par_common import LIMIT, batch, check_gradients, load_part, one_rank, par6
+from suites.par_common import (
+    BOTH,
+    DOUBLE,
+    LIMIT,
+    batch,
+    check_gradients,
+    load_part,
+    one_rank,
+    par6,
+    par6_golden,
+    whole_gradients,
+)
 from suites.ranks import device
 
 MICROBATCHES = 4
@@ -81,15 +92,33 @@ def rows_of(per_stage):
 
 
 @pytest.mark.parametrize("pp", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"pp{n}") for n in (2, 3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_aligned(tiny, pp):
     """Whole-block stages under 1F1B give one rank's loss, logits and gradients."""
     run_pipeline(tiny, ParallelState(pp_size=pp))
 
 
+@pytest.mark.ranks(2)
+def test_vendor_golden(data_file):
+    """The vendor's loss and gradients of par6 at 64 tokens hold over two stages, in float32."""
+    golden = Golden("par6")
+    for path in golden.files:
+        data_file(path)
+    config, state = par6_golden()
+    ids, labels = golden.inputs(64)
+    chunk = load_part(config, state, connect(ParallelState(pp_size=2), device().type))
+    pipeline = Pipeline([chunk], microbatches=2, rows=1, tokens=64)
+    close(pipeline.step(ids, labels).view(1), golden.expected("f32", 64)["loss"], 1e-3, "loss")
+    found = whole_gradients(chunk)
+    wanted = {name: gradient for name, gradient in golden.gradients(64).items() if name in found}
+    assert len(wanted) > 30
+    for name, gradient in wanted.items():
+        relative(found[name], gradient, 1e-3, name)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.filterwarnings("ignore:explicit pp_layout")
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 @pytest.mark.parametrize("per_stage", [[1, 2, 1, 2], [3, 1, 1, 1]])
 def test_explicit_inside_blocks(tiny, per_stage):
     """Stages that end inside an Attention Residual block give one rank's results as well."""
@@ -98,7 +127,7 @@ def test_explicit_inside_blocks(tiny, per_stage):
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:explicit pp_layout")
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 @pytest.mark.parametrize("cached", [False, True])
 def test_interleaved(tiny, cached):
     """Three virtual stages a rank under interleaved 1F1B, also sending new snapshots alone, give one rank's results."""
@@ -152,14 +181,14 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("axes", PARAMETERS)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_combined(tiny, axes):
     """Pipeline stages that are themselves split give one rank's loss, logits and gradients."""
     run_pipeline(tiny, ParallelState(**axes))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_evaluation_leaves_gradients_alone(tiny):
     """Evaluating between a step and the optimizer changes no gradient, and two steps add up."""
     config, state, ids, labels, wanted, _ = tiny

@@ -1,10 +1,9 @@
 """Tensor parallelism, with and without sequence parallelism, against one rank."""
 
 import pytest
-import torch
 
 from k3.parallel import ParallelState
-from suites.par_common import LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
+from suites.par_common import BOTH, DOUBLE, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def compare(tiny, parallel, dtype):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_tp2(tiny, dtype):
     """Two tensor-parallel ranks give one rank's logits, loss, experts and gradients."""
     found, wanted = compare(tiny, ParallelState(tp_size=2), dtype)
@@ -33,7 +32,7 @@ def test_tp2(tiny, dtype):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_tp4(tiny, dtype):
     """Four tensor-parallel ranks, one head each, give one rank's logits, loss, experts and gradients."""
     found, wanted = compare(tiny, ParallelState(tp_size=4), dtype)
@@ -41,14 +40,14 @@ def test_tp4(tiny, dtype):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_tp2_sequence_parallel(tiny, dtype):
     """The residual stream split over two ranks along tokens changes nothing."""
     compare(tiny, ParallelState(tp_size=2, sequence_parallel=True), dtype)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float64])
+@pytest.mark.parametrize("dtype", DOUBLE)
 def test_tp4_sequence_parallel(tiny, dtype):
     """The residual stream split over four ranks along tokens changes nothing."""
     compare(tiny, ParallelState(tp_size=4, sequence_parallel=True), dtype)

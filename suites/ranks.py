@@ -200,8 +200,8 @@ def run_in_place(body: Callable[[], None], ranks: int, name: str) -> None:
         raise RuntimeError(
             f"a body for {ranks} ranks was planned on {world}; give its claim a topology of {ranks} ranks"
         )
-    backend = os.environ.get("K3_BACKEND", "gloo")
-    store = dist.PrefixStore(name, _job_store())
+    backend = "gloo" if world == 1 else os.environ["K3_BACKEND"]
+    store = dist.HashStore() if world == 1 else dist.PrefixStore(name, _job_store())
     _with_group(body, store, rank, world, backend, GROUP_TIMEOUT_S)
 
 

@@ -52,7 +52,7 @@ def run_pipeline(case, parallel, cached=False, mode="headwise", microbatches=MIC
     rows = slice(parallel.dp_rank * step, (parallel.dp_rank + 1) * step)
     layout = context_layout(parallel, mode, ids.shape[1])
     split = getattr(layout, "split", lambda x: x)
-    mine, answers = split(ids[rows]), split(labels[rows])
+    mine, answers = (split(x[rows]).to(device()) for x in (ids, labels))
     layouts = [layout] * microbatches if parallel.cp_size > 1 else None
     shape = {"microbatches": microbatches, "rows": step // microbatches, "tokens": mine.shape[1]}
     pipeline = Pipeline(chunks, **shape, cached=cached)
@@ -61,10 +61,10 @@ def run_pipeline(case, parallel, cached=False, mode="headwise", microbatches=MIC
     for chunk in chunks:
         sync_gradients(chunk)
         check_gradients(chunk, wanted.grads, LIMIT[dtype])
-    relative(loss, wanted.loss.double(), LIMIT[dtype], "loss")
+    relative(loss.cpu(), wanted.loss.double(), LIMIT[dtype], "loss")
     logits = pipeline.evaluate(mine, layouts=layouts)
     if chunks[-1].parallel.pp_is_last:
-        relative(full_logits(chunks[-1], logits), split(wanted.logits[rows]), LIMIT[dtype], "logits")
+        relative(full_logits(chunks[-1], logits).cpu(), split(wanted.logits[rows]), LIMIT[dtype], "logits")
     return moves
 
 
@@ -192,7 +192,8 @@ def test_combined(tiny, axes):
 def test_evaluation_leaves_gradients_alone(tiny):
     """Evaluating between a step and the optimizer changes no gradient, and two steps add up."""
     config, state, ids, labels, wanted, _ = tiny
-    parallel = connect(ParallelState(pp_size=2))
+    parallel = connect(ParallelState(pp_size=2), device().type)
+    ids, labels = ids.to(device()), labels.to(device())
     chunk = load_part(config, state, parallel)
     pipeline = Pipeline([chunk], microbatches=4, rows=2, tokens=8)
     for _ in range(2):
@@ -206,6 +207,6 @@ def test_evaluation_leaves_gradients_alone(tiny):
 def test_refuses_too_few_microbatches():
     """1F1B needs as many microbatches as stages."""
     config, state = par6()
-    chunk = load_part(config, state, connect(ParallelState(pp_size=2)))
+    chunk = load_part(config, state, connect(ParallelState(pp_size=2), device().type))
     with pytest.raises(ValueError, match="1 microbatches are fewer than pp_size=2"):
         Pipeline([chunk], microbatches=1, rows=1, tokens=8)

@@ -16,7 +16,7 @@ MLA gathers the latent, one vector a token instead of keys and values of every h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class ContextLayout(SequenceLayout):
 
     parallel: Any
     total: int
+    _moved: dict = field(default_factory=dict, repr=False)
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -115,7 +116,18 @@ class ContextLayout(SequenceLayout):
 
     def sort(self, x: Tensor, dim: int = TOKENS) -> Tensor:
         """Put tokens gathered rank after rank into sequence order."""
-        return x.index_select(dim, self.order.argsort().to(x.device))
+        return x.index_select(dim, self.moved("inverse", x.device))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Where each token of the whole sequence stands among the ranks' tokens."""
+        return self.order.argsort()
+
+    def moved(self, name: str, device: torch.device) -> Tensor:
+        """One of this layout's index tensors on `device`, moved there once."""
+        if (name, device) not in self._moved:
+            self._moved[name, device] = getattr(self, name).to(device)
+        return self._moved[name, device]
 
     def shift_labels(self, labels: Tensor) -> Tensor:
         """Refused: the label of a share's last token lies on another rank."""
@@ -146,7 +158,7 @@ class HeadwiseLayout(ContextLayout):
         mine = self.tokens_to_heads(torch.cat(wide, dim=-1))  # [B, T, H/cp, 4K + 1]
         *projections, beta = mine.split([x.shape[-1] for x in wide], dim=-1)
         q, k, v, z = (x.flatten(-2) for x in projections)
-        bounds = None if self.cu_seqlens is None else self.cu_seqlens.to(q.device)
+        bounds = None if self.cu_seqlens is None else self.moved("cu_seqlens", q.device)
         o, _ = core(q, k, v, z, beta.squeeze(-1), self.own_heads(weights), cu_seqlens=bounds, state=None)
         return self.heads_to_tokens(o), None
 
@@ -165,7 +177,7 @@ class HeadwiseLayout(ContextLayout):
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         """[B, T, H/cp, F] -> [B, T/cp, H, F]; undoes `tokens_to_heads`. One all-to-all, and one in backward."""
         size = self.parallel.cp_size
-        rows = x.index_select(TOKENS, self.order.to(x.device)).unflatten(1, (size, -1)).movedim(1, 0)
+        rows = x.index_select(TOKENS, self.moved("order", x.device)).unflatten(1, (size, -1)).movedim(1, 0)
         rows = collectives.all_to_all(rows, None, None, self.parallel.group("cp"), "kda")  # [cp (from), ...]
         return rows.movedim(0, 2).flatten(2, 3)
 
@@ -192,7 +204,7 @@ class StateLayout(ContextLayout):
     def kda(self, core: Callable, q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, weights: Any, state=None):
         """Run `core` on this rank's tokens, from the state that earlier ranks leave: o [B, T/cp, H, V] and no state."""
         refuse_state(state)
-        bounds = None if self.local_cu_seqlens is None else self.local_cu_seqlens.to(q.device)
+        bounds = None if self.local_cu_seqlens is None else self.moved("local_cu_seqlens", q.device)
         tails, history = self.history(q, k, v, weights.q_conv.shape[-1] - 1)
         before = KDAState(*history, None)
         o, after = core(q, k, v, z, beta, weights, cu_seqlens=bounds, state=before, keep_state=True)

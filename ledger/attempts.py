@@ -184,6 +184,9 @@ def _headline(message: str) -> str:
 
 
 def _why_lost(test: str, ranks: list[int], found: Examined) -> str:
+    """The launcher's word on who was first at fault, where there is one: it ended the other ranks itself."""
+    if found.attempt.reason:
+        return found.attempt.reason
     for rank in ranks:
         stream = found.streams.get(rank)
         code = found.attempt.rank_exit_codes.get(str(rank))

@@ -37,11 +37,11 @@ def open_judge(
 ) -> Judge:
     """The judge of a tree, with the facts that `statuses` would use."""
     claims = claimfile.load(Path(root))
-    facts = gather(Path(root), ledger, evidence)
+    facts = gather(Path(root), ledger, evidence, use_cache)
     return Judge(claims, Tree(Path(root), known_inputs(claims), use_cache), facts)
 
 
-def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None) -> Facts:
+def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None, use_cache: bool = True) -> Facts:
     """Facts of the ledger and of the evidence folder, as asked; a ledger that was named must exist."""
     from ledger.db import connect_read
     from ledger.state import ledger_path
@@ -49,7 +49,7 @@ def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None) -
     found = Facts()
     if ledger is not None or (evidence is None and ledger_path().is_file()):
         found = from_ledger(connect_read(ledger), root / "ledger" / "keys")
-    return found if evidence is None else merge(found, from_evidence(Path(evidence)))
+    return found if evidence is None else merge(found, from_evidence(Path(evidence), use_cache))
 
 
 def known_inputs(claims: claimfile.ClaimFile) -> frozenset[str]:

@@ -19,7 +19,7 @@ from ledger.load import Head
 from ledger.record import SCHEMA, JobRecord, RunRecord, SchemaError, check_schema, digest, encode
 from ledger.runs import Run, Stream, TestRow
 from ledger.signing import AllowedKey, SealError, allowed_keys, opened, seal, sealed_by, statement
-from ledger.source import Facts, Sourced
+from ledger.source import Sourced
 
 PREDICATE_TYPE = "https://k3-proving-ground.dev/evidence/v1"
 SUFFIX = ".jsonl"
@@ -66,27 +66,63 @@ def _link(previous: str, raw: bytes) -> str:
 
 
 def _entries(run: Run) -> Iterator[dict]:
+    """The run in order; a closure is written as places in the tree's sorted keys, a row as what is not empty."""
     yield {"kind": "run", "schema": SCHEMA, "record": run.record, "faults": run.faults}
-    for file, names in _by_file(run.tree).items():
-        yield {"kind": "tree", "file": file, "pieces": names}
+    names = sorted({run.closure_of(row) for stream in run.streams for _, row, _ in stream.tests})
+    tree = _needed(run, names)
+    for file, found in _by_file(tree).items():
+        yield {"kind": "tree", "file": file, "pieces": found}
     for job in sorted(run.jobs.values(), key=lambda job: job.job):
         yield {"kind": "job", "record": job}
-    rows = [row for stream in run.streams for _, row, _ in stream.tests]
-    for name in sorted({run.closure_of(row) for row in rows}):
+    place_of = {key: place for place, key in enumerate(sorted(tree))}
+    for name in names:
         closure = run.closures[name]
-        same = {key for key, value in closure.items() if run.tree.get(key) == value}
-        yield {
-            "kind": "closure",
-            "digest": name,
-            "same": {file: list(names) for file, names in _by_file(dict.fromkeys(same)).items()},
-            "other": {key: value for key, value in closure.items() if key not in same},
-        }
+        other = {key: value for key, value in closure.items() if tree.get(key) != value}
+        same = sorted(place_of[key] for key in closure if key not in other)
+        yield {"kind": "closure", "digest": name, "same": spans(same), "other": other}
+    numbers = {name: number for number, name in enumerate(names)}
     for stream in sorted(run.streams, key=lambda s: (s.job, s.attempt, s.rank)):
         yield {"kind": "stream", "job": stream.job, "attempt": stream.attempt, "rank": stream.rank,
                "size_bytes": stream.size_bytes, "digest": stream.digest, "head": head_of(stream)}  # fmt: skip
         for line, row, begun in stream.tests:
-            fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "closure"}
-            yield {"kind": "record", "line": line, "begun": begun, "closure": run.closure_of(row), "row": fields}
+            fields = {
+                name: value for name in row.__struct_fields__ if name != "closure" and (value := getattr(row, name))
+            }
+            yield {
+                "kind": "record",
+                "line": line,
+                "begun": begun,
+                "closure": numbers[run.closure_of(row)],
+                "row": fields,
+            }
+
+
+def _needed(run: Run, names: list[str]) -> dict[str, str]:
+    """The part of the tree that verdicts need: what closures name, and all of it once one is missing."""
+    planned = sum(len(e.tests) * e.topology.ranks for e in run.record.expected if e.job in run.jobs)
+    attempts = {(stream.job, stream.attempt) for stream in run.streams}
+    rows = sum(len(stream.tests) for stream in run.streams)
+    if rows < planned or len(attempts) > len(run.jobs) or not all(run.closures[name] for name in names):
+        return run.tree
+    used = set().union(*(run.closures[name] for name in names)) if names else set()
+    return {key: value for key, value in run.tree.items() if key in used}
+
+
+def spans(places: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    found: list[list[int]] = []
+    for place in places:
+        if found and found[-1][1] == place - 1:
+            found[-1][1] = place
+        else:
+            found.append([place, place])
+    return ",".join(f"{low}-{high}" if high > low else f"{low}" for low, high in found)
+
+
+def places(text: str) -> list[int]:
+    """'0-2,5' -> [0, 1, 2, 5]."""
+    pairs = (part.partition("-") for part in text.split(",") if part)
+    return [place for low, _, high in pairs for place in range(int(low), int(high or low) + 1)]
 
 
 def _by_file(pieces: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -162,7 +198,7 @@ def _check_statement(name: str, envelope: dict, run: Run) -> None:
 def _rebuild(name: str, entries: list[msgspec.Raw]) -> Run:
     try:
         return _Builder().build(entries)
-    except (msgspec.MsgspecError, KeyError, TypeError, IndexError, SchemaError) as error:
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise EvidenceError(f"{name}: an entry does not hold what its kind says: {error}") from error
 
 
@@ -174,7 +210,8 @@ class _Builder:
         self.jobs: dict[str, JobRecord] = {}
         self.streams: list[Stream] = []
         self.closures: dict[str, dict[str, str]] = {}
-        self.texts: dict[str, msgspec.Raw] = {}
+        self.texts: list[msgspec.Raw] = []
+        self.keys: list[str] = []
 
     def build(self, entries: list[msgspec.Raw]) -> Run:
         head = msgspec.json.decode(entries[0])
@@ -197,12 +234,14 @@ class _Builder:
         self.jobs[job.job] = job
 
     def add_closure(self, entry: dict) -> None:
-        keys = [f"{file}::{name}" for file, names in entry["same"].items() for name in names]
-        closure = {key: self.tree[key] for key in keys} | entry["other"]
+        if len(self.keys) != len(self.tree):
+            self.keys = sorted(self.tree)
+        closure = {key: self.tree[key] for key in (self.keys[place] for place in places(entry["same"]))}
+        closure |= entry["other"]
         if digest(closure) != entry["digest"]:
             raise SchemaError(f"closure {entry['digest'][:12]} does not hash to its name")
         self.closures[entry["digest"]] = closure
-        self.texts[entry["digest"]] = msgspec.Raw(encode(closure))
+        self.texts.append(msgspec.Raw(encode(closure)))
 
     def add_stream(self, entry: dict) -> None:
         head = msgspec.convert(entry["head"], Head)
@@ -222,14 +261,16 @@ def read_folder(folder: Path) -> list[File]:
     return [read(path, keys) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
 
 
-def load_folder(folder: Path, into: Facts) -> None:
-    """Judge every run of a folder and add what they say."""
+def judge_folder(folder: Path) -> tuple[list[Sourced], dict[str, dict[str, str]]]:
+    """Judge every run of a folder, oldest first; returns facts and the closures they name."""
+    found: list[Sourced] = []
+    closures: dict[str, dict[str, str]] = {}
     known: dict[tuple[str, str], frozenset[str]] = {}
-    for file in sorted(read_folder(folder), key=lambda file: file.run.record.created_at):
+    for file in sorted(read_folder(folder), key=lambda file: (file.run.record.created_at, file.name)):
         labels = tuple(key.label for key in file.keys)
         clusters = tuple(key.cluster for key in file.keys)
-        for fact in facts(file.run, known):
-            into.add([Sourced(fact=fact, keys=labels, clusters=clusters)])
-            if fact.outcome == "passed":
-                known[fact.claim, fact.topology] = frozenset(file.run.closures[fact.closure])
-        into.closures |= file.run.closures
+        judged = facts(file.run, known)
+        found += [Sourced(fact=fact, keys=labels, clusters=clusters) for fact in judged]
+        closures |= file.run.closures
+        known |= {(f.claim, f.topology): frozenset(closures[f.closure]) for f in judged if f.outcome == "passed"}
+    return found, closures

@@ -5,7 +5,10 @@ Gives `claims.py` one shape for both: facts grouped so that a million records co
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +17,7 @@ import msgspec
 
 from ledger.facts import Fact
 from ledger.record import Record
+from ledger.state import state_dir
 
 
 class Sourced(Record, kw_only=True):
@@ -104,11 +108,56 @@ def merge(target: Facts, other: Facts) -> Facts:
     return target
 
 
-def from_evidence(folder: Path) -> Facts:
-    """Facts of every published evidence file in `folder`; none where there is no folder."""
-    found = Facts()
-    if any(Path(folder).glob("*.jsonl")):
-        from ledger.evidence import load_folder
+class Cached(Record, kw_only=True):
+    """What a folder of evidence said when it was last read; `key` binds every byte of it and of the keys beside it."""
 
-        load_folder(Path(folder), found)
+    key: str
+    found: list[Sourced]
+    closures: dict[str, dict[str, str]]
+
+
+def from_evidence(folder: Path, use_cache: bool = True) -> Facts:
+    """Facts of every published evidence file in `folder`; none where there is no folder."""
+    paths = sorted(Path(folder).glob("*.jsonl"))
+    if not paths:
+        return Facts()
+    key, file = _folder_key(paths, Path(folder).parent / "keys"), state_dir() / "evidence-1.json"
+    cached = _read_cache(file) if use_cache else None
+    if cached is None or cached.key != key:
+        cached = _judged(Path(folder), key)
+        if use_cache:
+            _write_cache(file, cached)
+    found = Facts()
+    found.add(cached.found)
+    found.closures |= cached.closures
     return found
+
+
+def _folder_key(paths: list[Path], keys: Path) -> str:
+    parts = [
+        (path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in (*paths, *sorted(keys.glob("*.json")))
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _judged(folder: Path, key: str) -> Cached:
+    from ledger.evidence import judge_folder
+
+    found, closures = judge_folder(folder)
+    return Cached(key=key, found=found, closures={one.fact.closure: closures[one.fact.closure] for one in found})
+
+
+def _read_cache(file: Path) -> Cached | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Cached)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _write_cache(file: Path, cached: Cached) -> None:
+    """A cache that cannot be written costs time, never truth."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(cached))
+        temporary.replace(file)

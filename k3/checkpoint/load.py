@@ -100,8 +100,8 @@ def read_packed_experts(
                 public = to_public(name, expert)
                 if not source.is_packed(public):
                     raise CheckpointError(f"{source.folder}: {public} is not packed; load it as a plain weight")
-                aligned, inner = _whole_blocks(tuple(box))
-                if inner != slice(0, box[1].stop - box[1].start):
+                aligned, _ = _whole_blocks(tuple(box))
+                if aligned != tuple(box):
                     raise ValueError(f"{public}: inputs {box[1]} cut a block of {BLOCK}; use a smaller etp_size")
                 pairs.append(_read_pair(source, public, aligned))
             codes, scales = zip(*pairs, strict=True)
@@ -186,7 +186,8 @@ def _copy(source: Source, slot: Slot, report: LoadReport) -> None:
         return report.note([stored], [])
     aligned, inner = _whole_blocks(slot.box)
     packed, scale = _read_pair(source, slot.public, aligned)
-    values = mxfp4.unpack(packed, scale, slot.tensor.dtype)
+    device = slot.tensor.device
+    values = mxfp4.unpack(packed.to(device), scale.to(device), slot.tensor.dtype)
     slot.tensor.copy_(values[:, inner])
     return report.note([packed, scale], [values])
 

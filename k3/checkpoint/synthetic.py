@@ -19,6 +19,7 @@ from k3.checkpoint.writer import ShardWriter, write_durably
 # Random bits are cut to exponents between 2^-7 and 2^-4, so that a model of these weights runs.
 BF16_KEPT, BF16_SET = 0x81FF, 0x3C00
 SCALE_KEPT, SCALE_SET = 0x03, 118
+SMALL_CODES = 0xBB  # clears the upper magnitude bit of both codes of a byte
 
 
 def write_release(folder: str | Path, hf: dict[str, Any], *, seed: int = 0, max_shard_size_bytes: int | None = None):
@@ -47,7 +48,7 @@ def tensor_bytes(tensor: Tensor, live_heads: int, seed: int) -> bytes:
     count = tensor.size_bytes
     if tensor.dtype == "U8":
         bits = np.frombuffer(random.bytes(count), np.uint8)
-        return ((bits & SCALE_KEPT) + SCALE_SET if tensor.name.endswith("_scale") else bits).tobytes()
+        return _scales(bits) if tensor.name.endswith("_scale") else _codes(bits)
     bits = np.frombuffer(random.bytes(count), np.uint16)
     if tensor.dtype == "BF16":
         return (bits & BF16_KEPT | BF16_SET).tobytes()
@@ -57,3 +58,14 @@ def tensor_bytes(tensor: Tensor, live_heads: int, seed: int) -> bytes:
     if tensor.name.endswith(".A_log"):
         values[live_heads:] = 0
     return values.tobytes()
+
+
+def _scales(bits: np.ndarray) -> bytes:
+    return ((bits & SCALE_KEPT) + SCALE_SET).tobytes()
+
+
+def _codes(bits: np.ndarray) -> bytes:
+    """Random codes; every fifth block has magnitudes up to 1.5 only, for which no scale rule gives its scale back."""
+    blocks = bits.reshape(-1, 16).copy()
+    blocks[::5] &= SMALL_CODES
+    return blocks.tobytes()

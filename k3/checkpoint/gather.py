@@ -66,11 +66,9 @@ class Gather:
         if receiver is None:
             announce(f"{dist.get_backend()}.broadcast")
             dist.broadcast(piece, holder)
-        elif holder != receiver and self.rank == holder:
-            announce(f"{dist.get_backend()}.send")
-            dist.send(piece, receiver)
-        elif holder != receiver and self.rank == receiver:
-            dist.recv(piece, holder)
+        elif holder != receiver and self.rank in (holder, receiver):
+            announce(f"{dist.get_backend()}.send_recv")
+            dist.send(piece, receiver) if self.rank == holder else dist.recv(piece, holder)
         return piece
 
     def _holders(self, public: str, receiver: int | None) -> dict[tuple, int]:

@@ -151,6 +151,7 @@ class SlurmCluster:
         self.conf = self.root / "slurm.conf"
         self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
         self.cgroup = cgroup_memory_writable()
+        self.database: subprocess.Popen | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -180,6 +181,8 @@ class SlurmCluster:
                 os.kill(pid, signal.SIGKILL)
         for name in ("mariadbd", "munged"):
             self._stop(name, signal.SIGKILL)  # their data is thrown away
+        if self.database is not None:
+            self.database.wait()
         subprocess.run(["umount", "-l", self.root / "mysql"], stderr=subprocess.DEVNULL)
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -303,7 +306,9 @@ class SlurmCluster:
                   "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-method=nosync",
                   "--innodb-lock-wait-timeout=900", "--performance-schema=OFF", "--skip-name-resolve"]  # fmt: skip
         with open(self.root / "log/mariadbd", "wb") as log:
-            subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self.database = subprocess.Popen(
+                server, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         user = "slurm@'127.0.0.1'"
         words = f"create database slurm_acct; create user {user} identified by 'slurm'; "
         words += f"grant all on slurm_acct.* to {user};"

@@ -85,14 +85,16 @@ class Project:
         (folder / "spool").mkdir()
         return cls(root, folder / "spool")
 
-    def run(self, jobs: dict[str, str], topology: Topology | None = None, timeout_s: float = 120, **env) -> Path:
-        """A planned run: each job is one test of the probe. Nothing is submitted."""
+    def run(
+        self, jobs: dict[str, str], topology: Topology | None = None, timeout_s: float = 120, suite="probe", **env
+    ) -> Path:
+        """A planned run: each job is one test of the suite. Nothing is submitted."""
         topology = topology or Topology(name="cpu1")
         run_dir, nonce = spool.new_run(str(self.spool))
         snapshot = revision.take(self.root, run_dir / "snapshot")
         expected, claims = [], []
         for job, test in jobs.items():
-            tests = (f"suites/probe.py::{test}",)
+            tests = (f"suites/{suite}.py::{test}",)
             spec = JobSpec(run=run_dir.name, nonce=nonce, job=job, topology=topology, tests=tests,
                            snapshot=snapshot.hash, timeout_s=timeout_s,
                            env={**env, "OMP_NUM_THREADS": "1"})  # fmt: skip

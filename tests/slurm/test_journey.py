@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from harness.spec import load, store
 from ledger.record import JobRecord
@@ -69,12 +72,22 @@ def the_run(home):
     return next((home.root.parent / "spool").glob("*/run.json")).parent
 
 
-def test_run_reaches_t1(home):
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory, lab):
+    """A user whose claim has been run on the cluster; the tests that follow only read, or forge copies."""
+    folder = tmp_path_factory.mktemp("proven")
+    made = toys.make(folder)
+    (folder / "spool").mkdir()
+    (folder / "lab.toml").write_text(PROFILE.format(spool=folder / "spool"))
+    harness(made, "run", "quick", *profile(made))
+    return made
+
+
+def test_run_reaches_t1(proven):
     """A claim run on the cluster is proven with the scheduler as witness, and the scheduler stands by its answers."""
-    harness(home, "run", "quick", *profile(home))
-    cell = claims(home)["toy.double"]
+    cell = claims(proven)["toy.double"]
     assert (cell["state"], cell["witness"]) == ("proven", "T1"), cell
-    verdicts = json.loads(harness(home, "verify", *profile(home), "--json"))
+    verdicts = json.loads(harness(proven, "verify", *profile(proven), "--json"))
     assert [row["verdict"] for row in verdicts] == ["agrees"]
 
 
@@ -91,33 +104,31 @@ def test_submitter_goes_home(home):
 
 
 @pytest.mark.parametrize("field", ["state", "nodes", "times", "answer"])
-def test_disagreement_blocks(home, field):
+def test_disagreement_blocks(proven, tmp_path, field):
     """A record that differs from the scheduler's raw answer, or an answer from what the ranks saw, is named."""
-    harness(home, "submit", "quick", *profile(home))
-    run_dir = the_run(home)
-    harness(home, "collect", run_dir.name, *profile(home))
+    run_dir = tmp_path / the_run(proven).name
+    shutil.copytree(the_run(proven), run_dir)
     (path,) = run_dir.glob("jobs/*/job.json")
-    record = load(path, JobRecord)
-    store(path, FORGERIES[field](record))
-    home.state.joinpath("ledger.db").unlink()
-    harness(home, "collect", str(run_dir), "--stored")
-    cell = claims(home)["toy.double"]
-    assert cell["state"] != "proven" and "it says" in cell["reason"] or "rank 0" in cell["reason"], cell
+    store(path, FORGERIES[field](load(path, JobRecord)))
+    forged = replace(proven, state=tmp_path / "state")
+    harness(forged, "collect", str(run_dir), "--stored")
+    cell = claims(forged)["toy.double"]
+    assert cell["state"] != "proven"
+    assert WORDS[field] in cell["reason"], cell
+
+
+WORDS = {"state": "it says exit code", "nodes": "it says nodes", "times": "it says start", "answer": "rank 0 ran on"}
 
 
 def _attempt(record, **changes):
-    from msgspec.structs import replace
-
-    return replace(record, attempts=(replace(record.attempts[0], **changes),))
+    return structs.replace(record, attempts=(structs.replace(record.attempts[0], **changes),))
 
 
 def _answer(record):
-    from msgspec.structs import replace
-
-    answers = tuple(replace(one, output=one.output.replace("|n", "|m")) for one in record.answers)
-    return replace(
-        _attempt(record, nodes=tuple(n.replace("n", "m") for n in record.attempts[0].nodes)), answers=answers
-    )
+    """Every answer says another node, and the record agrees with it."""
+    answers = tuple(structs.replace(one, output=one.output.replace("|n", "|m")) for one in record.answers)
+    nodes = tuple(node.replace("n", "m") for node in record.attempts[0].nodes)
+    return structs.replace(_attempt(record, nodes=nodes), answers=answers)
 
 
 FORGERIES = {

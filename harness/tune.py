@@ -25,6 +25,7 @@ from ledger import claimfile
 VARIABLE = "TRITON_CACHE_DIR"
 NOTE = "tuned.json"
 INTERMEDIATE = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # four fifths of the bytes of an entry
+PLUGINS = ("pytest_timeout", "pytest_benchmark.plugin", "suites.warm")
 LARGE = "not 32768 and not 4096"  # in the compiling stage: the same kernels as shorter ones, times their memory
 
 
@@ -99,10 +100,13 @@ def run_tests(files: list[str], folder: Path, warm: str = "") -> int:
 
 
 def _start(files: list[str], folder: Path, warm: str, more: list[str] = ()) -> subprocess.Popen:
-    switches = ["-oaddopts=", "-q", "--no-header", "-pno:cacheprovider", "-psuites.warm", "--benchmark-disable"]
+    switches = ["-oaddopts=", "-q", "--no-header", "-pno:cacheprovider", *(f"-p{name}" for name in PLUGINS)]
     env = os.environ | {VARIABLE: str(folder), "K3_WARM": warm, "FLA_CACHE_RESULTS": "0" if "compile" in warm else "1"}
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if "compile" in warm else {}
-    return subprocess.Popen([sys.executable, "-m", "pytest", *switches, *more, *files], env=env, **quiet)
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", *switches, "--benchmark-disable", *more, *files], env=env, **quiet
+    )
 
 
 def prune(folder: Path, used: set[str]) -> None:

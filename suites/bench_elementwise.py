@@ -16,7 +16,6 @@ TOKENS, D, F = (8192, 7168, 6144) if ON_GPU else (64, 128, 96)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 AGREES = 5e-3
-MIXES = {"fla": "fla.attnres", "fla_gluon": "fla.attnres_gluon"} if ON_GPU else {"torch": "torch.attnres"}
 
 
 def randn(*shape) -> torch.Tensor:
@@ -50,11 +49,13 @@ def mix_sets(count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def mix_contenders(count: int) -> dict:
-    """Our kernels first, then the definition, and the definition compiled where a compiler can serve it."""
-    peers = {"torch, eager": mix("torch")}
-    if ON_GPU and count == 9:
-        peers["torch.compile"] = torch.compile(mix("torch"), dynamic=False)
-    return {path: mix(backend) for backend, path in MIXES.items()} | peers
+    """Our kernel, the definition, and fla's kernel; at 9 sources, where tuning that takes minutes, a compiler's."""
+    if not ON_GPU:
+        return {"torch.attnres": mix("torch"), "torch, eager": mix("torch")}
+    found = {"triton.attnres": mix("triton"), "torch, eager": mix("torch")}
+    if count <= 8:
+        return found | {"fla.attnres": mix("fla")}
+    return found | {"torch.compile": torch.compile(mix("torch"), dynamic=False)}
 
 
 @pytest.mark.parametrize("count", [2, 5, 9])

@@ -20,7 +20,7 @@ ALL = [(case, length) for case, lengths in LENGTHS.items() for length in lengths
 GRADIENTS = [(case, length) for case, lengths in GRADIENT_LENGTHS.items() for length in lengths]
 FLIP_FREE = [pair for pair in ALL if Golden(pair[0]).routing_flips(pair[1]) == 0]
 KERNELS = {
-    "fla.chunk_kda", "triton.short_conv", "fla.rms_norm_gated", "fla.attnres", "triton.situ", "triton.route",
+    "fla.chunk_kda", "triton.short_conv", "fla.rms_norm_gated", "triton.attnres", "triton.situ", "triton.route",
     "torch.grouped_mm", "cudnn.sdpa",
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ def attention(
     backend: "torch_eager", "torch_sdpa", "cudnn" (CUDA, half precision; whole sequences, one query, or documents one
     after another) or "auto" (eager on CPU, where it is the definition). Returns [B, T, H, V].
     """
-    backend = choose_backend(q, k, q_positions) if backend == "auto" else backend
+    backend = choose_backend(q, k, v, q_positions) if backend == "auto" else backend
     if backend not in _BACKENDS:
         raise ValueError(f"attention backend={backend!r} is unknown; use one of auto, {', '.join(_BACKENDS)}")
     run = _BACKENDS[backend]
@@ -42,12 +42,13 @@ def attention(
     return torch.cat([run(q[:, s], k[:, s], v[:, s], None) for s in spans], dim=1)
 
 
-def choose_backend(q: Tensor, k: Tensor, q_positions: Tensor | None) -> str:
+def choose_backend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor | None) -> str:
     """What "auto" means for queries and keys of this device, dtype and shape."""
     if q.device.type == "cpu":
         return "torch_eager"
-    plain = q_positions is None and q.shape[1] in (1, k.shape[1])
-    return "cudnn" if plain and q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0 else "torch_sdpa"
+    whole = q_positions is None and q.shape[1] == k.shape[1] > 1
+    wide = q.shape[-1] % 64 == 0 and v.shape[-1] % 64 == 0
+    return "cudnn" if whole and wide and q.dtype == torch.bfloat16 else "torch_sdpa"
 
 
 def visible(q: Tensor, k: Tensor, q_positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:

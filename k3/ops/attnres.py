@@ -18,7 +18,7 @@ def attnres_mix(
 
     sources: K+1 tensors [B, T, D], snapshots first and the prefix last; norm_weight [D]; proj_weight [1, D].
     The product of the two weights is taken at least in fp32. Returns [B, T, D] in the sources' dtype.
-    backend: "torch" (the definition), "fla" or "fla_gluon" (CUDA; they read every source in place), or "auto".
+    backend: "torch" (the definition), "triton" or "fla" (CUDA; both read every source in place), or "auto".
     """
     backend = choose_backend(sources) if backend == "auto" else backend
     if backend not in _BACKENDS:
@@ -30,7 +30,7 @@ def choose_backend(sources: Sequence[Tensor]) -> str:
     """What "auto" means for sources of this device, dtype, width and layout."""
     last = sources[-1]
     fits = last.is_cuda and last.dtype == torch.bfloat16 and last.shape[-1] % 64 == 0
-    return "fla" if fits and all(source.is_contiguous() for source in sources) else "torch"
+    return "triton" if fits and all(source.is_contiguous() for source in sources) else "torch"
 
 
 def _torch(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
@@ -42,6 +42,13 @@ def _torch(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, 
     return (weight.unsqueeze(-1) * values).sum(0).to(sources[-1].dtype)
 
 
+def _triton(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
+    from k3.ops.triton_attnres import mix
+
+    announce("triton.attnres")
+    return mix(_in_place(sources), norm_weight, proj_weight.view(-1), eps)
+
+
 def _fla(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
     """fla's Triton kernel: every source is read once forward, through its own pointer; it takes no strided source."""
     from fla.ops.attnres import fused_attnres
@@ -50,24 +57,12 @@ def _fla(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, ep
     return fused_attnres(proj_weight.view(-1), _in_place(sources), norm_weight, rms_eps=eps)
 
 
-def _fla_gluon(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
-    """fla's Gluon kernel: also backward keeps the sources of a token in shared memory, so it reads them once."""
-    from fla.ops.attnres.backends.gluon import AttnResGluonBackend
-
-    announce("fla.attnres_gluon")
-    sources = _in_place(sources)
-    backend = AttnResGluonBackend()
-    accepted, reason = backend.verify("fused_attnres", proj_weight.view(-1), sources, norm_weight, rms_eps=eps)
-    if not accepted:
-        raise ValueError(f"backend='fla_gluon' cannot serve this request: {reason}; use fla")
-    return backend.fused_attnres(proj_weight.view(-1), sources, norm_weight, rms_eps=eps)
-
-
 def _in_place(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    strided = [i for i, source in enumerate(sources) if not source.is_contiguous()]
-    if strided:
-        raise ValueError(f"AttnRes sources {strided} are strided and would be copied; pass contiguous tensors")
+    """The sources as they are; the kernels read them in 16-byte words and would otherwise copy."""
+    bad = [i for i, source in enumerate(sources) if not source.is_contiguous() or source.data_ptr() % 16]
+    if bad:
+        raise ValueError(f"AttnRes sources {bad} are strided or unaligned and would be copied; use backend='torch'")
     return tuple(sources)
 
 
-_BACKENDS = {"torch": _torch, "fla": _fla, "fla_gluon": _fla_gluon}
+_BACKENDS = {"torch": _torch, "triton": _triton, "fla": _fla}

@@ -15,7 +15,8 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backend: 
     o, gate [B, T, H, V]; weight [V], shared by all heads. backend: "torch" (the definition), "fla" (CUDA) or "auto".
     Returns [B, T, H, V] in gate's dtype.
     """
-    backend = ("fla" if o.is_cuda and o.dtype == torch.bfloat16 else "torch") if backend == "auto" else backend
+    fits = o.is_cuda and o.dtype == torch.bfloat16 and o.shape[-1] % 64 == 0
+    backend = ("fla" if fits else "torch") if backend == "auto" else backend
     if backend not in _BACKENDS:
         raise ValueError(f"gated norm backend={backend!r} is unknown; use one of auto, {', '.join(_BACKENDS)}")
     return _BACKENDS[backend](o, gate, weight, eps)

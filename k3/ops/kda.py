@@ -70,7 +70,7 @@ def _check(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, initial_state: Tenso
 
 def choose_backend(q: Tensor, lower_bound: float) -> str:
     """What "auto" means for queries of this device, dtype and length; fp32 stays with the exact torch forms."""
-    if q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] % 16 == 0 and SAFE_BOUND <= lower_bound < 0:
+    if q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] % 64 == 0 and SAFE_BOUND <= lower_bound < 0:
         return "fla_recurrent" if q.shape[1] <= FLA_RECURRENT_UP_TO and not torch.is_grad_enabled() else "fla_chunk"
     return "torch_recurrent" if q.shape[1] <= RECURRENT_UP_TO else "torch_chunk"
 

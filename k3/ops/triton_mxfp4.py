@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 GROUP = 32
-_UNPACK, _PACK = (128, 4), (64, 4)  # groups of a program, and its warps
+_UNPACK, _PACK = (128, 4), (128, 4)  # groups of a program, and its warps
 RULES = {"floor": 0x800000, "even": 0x600000, "ceil6": 0x400001}  # mantissa from which the shared exponent goes up
 
 
@@ -37,24 +37,37 @@ def _dequantise(packed, scales, out, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quantise(weight, packed, scales, groups, ROUND_UP: tl.constexpr, BLOCK: tl.constexpr):
+def _encode(bits, inverse):
+    """E2M1 code (int32) of the float32 with these bits times 2^k: one addition rounds to the step of its binade.
+
+    Below 2 the codes count halves, below 4 ones, above it twos; 2^23 + x rounds x to an integer, ties to even.
+    """
+    r = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse
+    small, middle = r < 2.0, r < 4.0
+    scaled = r * tl.where(small, 2.0, tl.where(middle, 1.0, 0.5))
+    rounded = scaled + tl.where(small, 8388608.0, tl.where(middle, 8388610.0, 8388612.0))
+    code = tl.minimum(rounded.to(tl.int32, bitcast=True) & 0xF, 7)
+    return tl.where(r < 8.0, code, 7) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def _quantise(weight, packed, scales, groups, ROUND_UP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
-    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    bits = tl.load(weight + at, mask=inside[:, None], other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    top = tl.max(size, axis=1)
+    pair = group[:, None] * 16 + tl.arange(0, 16)[None, :]
+    if HALF:  # two bfloat16 in a word, each the upper half of its float32
+        word = tl.load(weight + pair, mask=inside[:, None], other=0)
+        low, high = word << 16, word & -65536
+    else:
+        low = tl.load(weight + pair * 2, mask=inside[:, None], other=0)
+        high = tl.load(weight + pair * 2 + 1, mask=inside[:, None], other=0)
+    top = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1)
     exponent = (top >> 23) - 2 + ((top & 0x7FFFFF) >= ROUND_UP).to(tl.int32)
     finite = top < 0x7F800000
     scale = tl.where(finite, tl.minimum(tl.maximum(exponent, 0), 254), 255)
-    inverse = tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-    r = size.to(tl.float32, bitcast=True) * inverse[:, None]
-    code = (r > 0.25).to(tl.int32) + (r >= 0.75).to(tl.int32) + (r > 1.25).to(tl.int32) + (r >= 1.75).to(tl.int32)
-    code += (r > 2.5).to(tl.int32) + (r >= 3.5).to(tl.int32) + (r > 5.0).to(tl.int32)
-    code = tl.where(finite[:, None], code | ((bits >> 28) & 8), 0)
-    low, high = tl.split(code.reshape(BLOCK, 16, 2))
-    pair = group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(packed + pair, (low | high << 4).to(tl.uint8), mask=inside[:, None])
+    inverse = tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
+    codes = tl.where(finite[:, None], _encode(low, inverse) | _encode(high, inverse) << 4, 0)
+    tl.store(packed + pair, codes.to(tl.uint8), mask=inside[:, None])
     tl.store(scales + group, scale.to(tl.uint8), mask=inside)
 
 
@@ -79,6 +92,8 @@ def quantise(weight: torch.Tensor, *, rule: str = "even") -> tuple[torch.Tensor,
         raise ValueError(f"rule={rule!r} is not an MXFP4 scale rule of this kernel; use one of {sorted(RULES)}")
     if weight.shape[-1] % GROUP:
         raise ValueError(f"the input axis has {weight.shape[-1]} elements; MXFP4 groups need a multiple of {GROUP}")
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"MXFP4 packs bfloat16 or float32, not {weight.dtype}; convert the weight first")
     weight = weight.contiguous()
     lead, groups = weight.shape[:-1], weight.numel() // GROUP
     packed = torch.empty(*lead, weight.shape[-1] // 2, dtype=torch.uint8, device=weight.device)
@@ -86,5 +101,6 @@ def quantise(weight: torch.Tensor, *, rule: str = "even") -> tuple[torch.Tensor,
     if groups:
         block, warps = _PACK
         grid = (triton.cdiv(groups, block),)
-        _quantise[grid](weight, packed, scale, groups, ROUND_UP=RULES[rule], BLOCK=block, num_warps=warps)
+        sizes = {"ROUND_UP": RULES[rule], "HALF": weight.dtype == torch.bfloat16, "BLOCK": block}
+        _quantise[grid](weight.view(torch.int32), packed, scale, groups, **sizes, num_warps=warps)
     return packed, scale

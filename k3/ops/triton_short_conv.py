@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _SEGMENT = 64  # tokens a program walks
-_TILE, _WARPS = 1024, 4  # channels of a program, and its warps
+_TILE, _WARPS = 256, 2  # channels of a program, and its warps
 _WIDTH = 4
 
 
@@ -53,12 +53,14 @@ def _forward(
     x1 = _tap(x, base + (start - 1) * stride_t, start, 1, 0, channels)
     x2 = _tap(x, base + (start - 2) * stride_t, start, 2, 0, channels)
     x3 = _tap(x, base + (start - 3) * stride_t, start, 3, 0, channels)
+    ahead = tl.load(x + base + start * stride_t, mask=channels, other=0.0)
     for t in range(start, tl.minimum(start + SEGMENT, T)):
         first = 0
         if PACKED:
             first = tl.load(first_of + t)
         at = b * 0 + t  # 64 bits wide
-        x0 = tl.load(x + base + at * stride_t, mask=channels, other=0.0).to(tl.float32)
+        x0 = ahead.to(tl.float32)
+        ahead = tl.load(x + base + (at + 1) * stride_t, mask=channels & (t + 1 < T), other=0.0)
         o1, o2, o3 = _keep(x1, t - 1 >= first), _keep(x2, t - 2 >= first), _keep(x3, t - 3 >= first)
         z, s = _silu_head(o3, o2, o1, x0, w3, w2, w1, w0, ACT)
         if NORM:
@@ -90,14 +92,17 @@ def _backward(
     zero = tl.zeros([R, K], dtype=tl.float32)
     a0, a1, a2 = zero, zero, zero  # gradient owed to tokens t, t-1, t-2 by the tokens after t
     g0, g1, g2, g3 = zero, zero, zero, zero
+    ahead = tl.load(x + base + (last - 3) * stride_t, mask=channels & (last >= 3), other=0.0)
+    d_ahead = tl.load(dy + (b * T + last) * H * K + channel, mask=channels, other=0.0)
     for step in range(last - start + 1):
         t = last - step
         first = 0
         if PACKED:
             first = tl.load(first_of + t)
         at = b * 0 + t  # 64 bits wide
-        x3 = _tap(x, base + (at - 3) * stride_t, t, 3, 0, channels)
-        d = tl.load(dy + (b * T + at) * H * K + channel, mask=channels, other=0.0).to(tl.float32)
+        x3, d = ahead.to(tl.float32), d_ahead.to(tl.float32)
+        ahead = tl.load(x + base + (at - 4) * stride_t, mask=channels & (t >= 4), other=0.0)
+        d_ahead = tl.load(dy + (b * T + at - 1) * H * K + channel, mask=channels & (t >= 1), other=0.0)
         o1, o2, o3 = _keep(x1, t - 1 >= first), _keep(x2, t - 2 >= first), _keep(x3, t - 3 >= first)
         z, s = _silu_head(o3, o2, o1, x0, w3, w2, w1, w0, ACT)
         if NORM:

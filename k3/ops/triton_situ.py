@@ -7,17 +7,32 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 2048, 8
+_BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def _tanh(y):
-    """tanh through one exponential; the odd series near zero avoids the cancellation in (1 - t) / (1 + t)."""
-    t = tl.exp(-2.0 * tl.abs(y))
-    far = (1.0 - t) / (1.0 + t)
-    near = tl.abs(y) * (1.0 - y * y * (1.0 / 3.0))
-    size = tl.where(tl.abs(y) < 0.02, near, far)
-    return tl.where(y < 0, -size, size)
+def _rise(y, t):
+    """(1 - t) where t = exp(-2|y|), so that tanh|y| is _rise / (1 + t); the odd series near zero does not cancel."""
+    y = tl.abs(y)
+    return tl.where(y < 0.02, y * (1.0 - y * y * (1.0 / 3.0)) * (1.0 + t), 1.0 - t)
+
+
+@triton.jit
+def _parts(g, u, cap, linear_cap):
+    """sigmoid(g), sigmoid(-g), tanh(g / cap), tanh(u / linear_cap) and both 1 - tanh^2, none by cancellation.
+
+    Three exponentials and one reciprocal serve all of them.
+    """
+    y, x = g * (1.0 / cap), u * (1.0 / linear_cap)
+    ty, tx, e = tl.exp(-2.0 * tl.abs(y)), tl.exp(-2.0 * tl.abs(x)), tl.exp(-tl.abs(g))
+    a, b, c = 1.0 + e, 1.0 + ty, 1.0 + tx
+    root = tl.rsqrt(a * b * c)  # within [1, 8]
+    inverse = root * root
+    over_a, over_b, over_c = b * c * inverse, a * c * inverse, a * b * inverse
+    tanh_y, tanh_x = _rise(y, ty) * over_b, _rise(x, tx) * over_c
+    s, rest = tl.where(g < 0, e, 1.0) * over_a, tl.where(g < 0, 1.0, e) * over_a
+    signed = (tl.where(g < 0, -tanh_y, tanh_y), tl.where(u < 0, -tanh_x, tanh_x))
+    return s, rest, signed[0], signed[1], 4.0 * ty * over_b * over_b, 4.0 * tx * over_c * over_c
 
 
 @triton.jit
@@ -36,7 +51,8 @@ def _situ_forward(gate, up, out, columns, gate_stride, up_stride, cap, linear_ca
     at_up, at_out, inside = _offsets(up_stride, columns, BLOCK)
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
-    value = cap * _tanh(g / cap) * tl.sigmoid(g) * (linear_cap * _tanh(u / linear_cap))
+    s, _, tg, tu, _, _ = _parts(g, u, cap, linear_cap)
+    value = (cap * linear_cap) * s * tg * tu
     tl.store(out + at_out, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -49,10 +65,10 @@ def _situ_backward(
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad + at_out, mask=inside, other=0.0).to(tl.float32)
-    s, tg, tu = tl.sigmoid(g), _tanh(g / cap), _tanh(u / linear_cap)
+    s, rest, tg, tu, slope_g, slope_u = _parts(g, u, cap, linear_cap)
     capped_gate, capped_up = cap * tg * s, linear_cap * tu
-    dg = d * capped_up * ((1.0 - tg * tg) * s + capped_gate * (1.0 - s))
-    du = d * capped_gate * (1.0 - tu * tu)
+    dg = d * capped_up * (slope_g * s + capped_gate * rest)
+    du = d * capped_gate * slope_u
     tl.store(grad_gate + at_out, dg.to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at_out, du.to(grad_up.dtype.element_ty), mask=inside)
 

@@ -1,0 +1,122 @@
+"""The Attention-Residual mix as one Triton kernel each way; `k3.ops.attnres` owns the definition and the choice.
+
+A program holds one token and walks its sources, the next one on its way while this one is used. Every source is
+reached through its own pointer, read once forward and, backward, once more from cache when the softmax gradient is
+known; nothing is stacked or copied. Gradients of the score weights leave one partial row per program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Registers for two programs on a multiprocessor, so that one loads while the other reduces.
+_FORWARD, _BACKWARD = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 16, "maxnreg": 64}
+_PROGRAMS = 264  # of the persistent backward: two for each multiprocessor of an H200
+
+
+@triton.jit
+def _load(pointers, i, at, inside, COUNT: tl.constexpr):
+    """Source i at offsets `at`, chosen at run time: an unrolled choice would load all sources at once and spill."""
+    pointer = pointers[0]
+    for j in tl.static_range(1, COUNT):
+        pointer = tl.where(i == j, pointers[j], pointer)
+    return tl.load(tl.multiple_of(pointer, 16) + at, mask=inside & (i < COUNT), other=0.0)
+
+
+@triton.jit
+def _at(values, lane, i):
+    """values[i] of a small vector."""
+    return tl.sum(tl.where(lane == i, values, 0.0), axis=0)
+
+
+@triton.jit
+def _mix(sources, norm, proj, out, stats, count, D, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    query = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) * tl.load(proj + d, mask=inside, other=0.0)
+    top, total = -float("inf"), 0.0
+    blend = tl.zeros([BLOCK], dtype=tl.float32)
+    ahead = _load(sources, 0, n * D + d, inside, COUNT)
+    for i in range(count):
+        v = ahead.to(tl.float32)
+        ahead = _load(sources, i + 1, n * D + d, inside, COUNT)
+        inverse_rms = tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
+        score = tl.sum(v * query, axis=0) * inverse_rms
+        tl.store(stats + (n * COUNT + i) * 2, score)
+        tl.store(stats + (n * COUNT + i) * 2 + 1, inverse_rms)
+        higher = tl.maximum(top, score)
+        keep, share = tl.exp(top - higher), tl.exp(score - higher)
+        blend, total, top = blend * keep + share * v, total * keep + share, higher
+    tl.store(out + n * D + d, (blend * (1.0 / total)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mix_backward(
+    sources, grads, norm, proj, grad, stats, partial, count, N, D,
+    COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d, lane = tl.arange(0, BLOCK), tl.arange(0, LANES)
+    inside, live = d < D, lane < COUNT
+    query = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) * tl.load(proj + d, mask=inside, other=0.0)
+    query_grad = tl.zeros([BLOCK], dtype=tl.float32)
+    for token in range(tl.program_id(0), N, tl.num_programs(0)):
+        n = tl.program_id(0).to(tl.int64) * 0 + token  # 64 bits wide
+        score = tl.load(stats + (n * COUNT + lane) * 2, mask=live, other=-float("inf"))
+        inverse_rms = tl.load(stats + (n * COUNT + lane) * 2 + 1, mask=live, other=0.0)
+        share = tl.exp(score - tl.max(score, axis=0))
+        share = share / tl.sum(share, axis=0)
+        ahead = _load(sources, 0, n * D + d, inside, COUNT)
+        g = tl.load(grad + n * D + d, mask=inside, other=0.0).to(tl.float32)
+        dot = tl.zeros([LANES], dtype=tl.float32)
+        for i in range(count):
+            v = ahead.to(tl.float32)
+            ahead = _load(sources, tl.where(i + 1 < count, i + 1, 0), n * D + d, inside, COUNT)
+            dot = tl.where(lane == i, tl.sum(v * g, axis=0), dot)
+        score_grad = share * (dot - tl.sum(share * dot, axis=0))
+        along_query = score_grad * inverse_rms
+        along_source = tl.where(live, -along_query * inverse_rms * score / D, 0.0)
+        for i in range(count):
+            v = ahead.to(tl.float32)
+            ahead = _load(sources, i + 1, n * D + d, inside, COUNT)
+            b = _at(along_query, lane, i)
+            value = (_at(share, lane, i) * g + b * query + _at(along_source, lane, i) * v).to(grad.dtype.element_ty)
+            query_grad += b * v
+            pointer = grads[0]
+            for j in tl.static_range(1, COUNT):
+                pointer = tl.where(i == j, grads[j], pointer)
+            tl.store(tl.multiple_of(pointer, 16) + n * D + d, value, mask=inside)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * D + d, query_grad, mask=inside)
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, norm, proj, eps, *sources):
+        D, count = sources[0].shape[-1], len(sources)
+        N = sources[0].numel() // D
+        out = torch.empty_like(sources[0])
+        stats = torch.empty(N, count, 2, dtype=torch.float32, device=out.device)  # score and 1 / rms
+        sizes = {"COUNT": count, "BLOCK": triton.next_power_of_2(D)}
+        if N:
+            _mix[(N,)](sources, norm, proj, out, stats, count, D, eps, **sizes, **_FORWARD)
+        ctx.save_for_backward(norm, proj, stats, *sources)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        norm, proj, stats, *sources = ctx.saved_tensors
+        N, count, _ = stats.shape
+        D, programs = grad.shape[-1], min(_PROGRAMS, N)
+        grads = tuple(torch.empty_like(source) for source in sources)
+        partial = torch.empty(programs, D, dtype=torch.float32, device=grad.device)
+        sizes = {"COUNT": count, "LANES": triton.next_power_of_2(count), "BLOCK": triton.next_power_of_2(D)}
+        if N:
+            tensors = (tuple(sources), grads, norm, proj, grad.contiguous(), stats, partial)
+            _mix_backward[(programs,)](*tensors, count, N, D, **sizes, **_BACKWARD)
+        query = partial.sum(0)
+        return (query * proj).to(norm.dtype), (query * norm).to(proj.dtype), None, *grads
+
+
+def mix(sources: tuple[torch.Tensor, ...], norm: torch.Tensor, proj: torch.Tensor, eps: float) -> torch.Tensor:
+    """Blend of contiguous sources [..., D] by softmax of their scores; norm, proj [D]. Twin: `k3.ops.attnres`."""
+    return _Mix.apply(norm, proj, eps, *sources)

@@ -25,6 +25,7 @@ from harness import output, scheduler, slurm
 from harness.cluster import Cluster
 from harness.slurm import Shape
 from harness.spool import runs_dir
+from ledger import windows
 
 COLUMNS = ("field", "verdict", "text")
 COMMANDS = ("sbatch", "srun", "squeue", "sacct", "scontrol", "scancel", "sinfo")
@@ -58,6 +59,8 @@ def command(options: argparse.Namespace) -> int:
 def examine(cluster: Cluster, wait_s: float) -> Iterator[Finding]:
     """All findings about a profile; a scheduler that does not answer ends the examination."""
     yield from _spool(cluster)
+    for window in windows.installed():
+        yield Finding("toolchain", "beware", f"known bad: {window}; evidence from here will be flagged")
     if cluster.scheduler == "local":
         yield Finding("scheduler", "ok", "local: jobs run here, one after another, and nobody confirms them (T0)")
         return

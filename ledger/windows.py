@@ -39,7 +39,8 @@ class Window(Record, kw_only=True):
             return False
 
     def __str__(self) -> str:
-        return f"{self.package} {self.versions}: {self.text} ({', '.join(self.links)})"
+        where = f" on {self.gpu.replace('|', ', ')}" if self.gpu else ""
+        return f"{self.package} {self.versions}{where}: {self.text} ({', '.join(self.links)})"
 
 
 @cache
@@ -67,8 +68,8 @@ def _concerns(window: Window, device: str, paths: Iterable[str]) -> bool:
     return on_device and (not window.paths or any(path.startswith(window.paths) for path in paths))
 
 
-def installed(gpu: str = "") -> list[Window]:
-    """The windows that this machine's packages lie in; `gpu` is the name of the device that would run."""
+def installed(gpu: str | None = None) -> list[Window]:
+    """The windows that this machine's packages lie in; with the name of the device that would run, only its own."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -77,7 +78,7 @@ def installed(gpu: str = "") -> list[Window]:
             here = version(DISTRIBUTIONS.get(window.package, window.package))
         except PackageNotFoundError:
             continue
-        if window.covers(here) and (not window.gpu or re.search(window.gpu, gpu)):
+        if window.covers(here) and (gpu is None or not window.gpu or re.search(window.gpu, gpu)):
             found.append(window)
     return found
 

@@ -50,7 +50,7 @@ def test_known_bad_toolchain_is_flagged():
     assert any("issues/640" in str(window) for window in found)
     text = matrix.block([cell], {("kda.golden", "cpu1"): found})
     assert "python 3.12 ⚠ |" in text
-    assert "⚠ triton >=3.4,<3.7.1: gated backward" in text
+    assert "⚠ triton >=3.4,<3.7.1 on H100, H200, H20, GH200: gated backward" in text
 
 
 @pytest.mark.parametrize(

@@ -138,16 +138,17 @@ def _across_ranks(topology: Topology, streams: dict[int, Stream]) -> list[str]:
     if len(toolchains := sorted({p.toolchain for p in prints.values()})) > 1:
         faults.append(f"ranks used different toolchains: {' / '.join(toolchains)}")
     if topology.device == "cuda":
-        faults += _gpus(nodes, prints)
+        faults += _gpus(topology, nodes, prints)
     return faults
 
 
-def _gpus(nodes: dict[int, str], prints: dict[int, object]) -> list[str]:
+def _gpus(topology: Topology, nodes: dict[int, str], prints: dict[int, object]) -> list[str]:
+    """Every rank has a GPU of its own, unless the topology says how many its ranks share on a node."""
     faults = []
     for node in sorted(set(nodes.values())):
         ranks = [rank for rank in nodes if nodes[rank] == node]
         uuids = {gpu.get("uuid", "") for rank in ranks for gpu in prints[rank].gpus}
-        if len(uuids) < len(ranks):
+        if len(uuids) < (topology.gpus_per_node or len(ranks)):
             faults.append(f"{len(ranks)} ranks saw {len(uuids)} different GPUs on one node")
     return faults
 

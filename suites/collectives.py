@@ -10,14 +10,16 @@ import torch.distributed as dist
 
 from k3.parallel import collectives
 from suites.goldens import close
+from suites.ranks import device
 
 RANKS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"x{n}") for n in (2, 4)]
 on_ranks = pytest.mark.parametrize("n", RANKS)
 
 
 def draw(*shape, seed: int):
-    """The same float64 numbers on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """The same float64 numbers on every rank, on its device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device())
 
 
 def mine(pieces):

@@ -8,6 +8,7 @@ from k3.protocol import ImplConfig, build_model
 from k3.sequence import SequenceLayout, pack_rows, unpack_thd_forward_output
 from suites.goldens import relative
 from suites.par_common import BOTH, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
+from suites.ranks import device
 
 # Lengths before padding: one token, shorter than the four taps, and long ones that cross every boundary.
 DOCUMENTS = (1, 3, 37, 2, 9, 1, 20)
@@ -111,7 +112,7 @@ def test_bytes_moved_per_layer(measure):
     for mode, per_layer in wanted.items():
         layout = context_layout(model.parallel, mode, 64)
         with collectives.count() as moves:
-            model(layout.split(ids), layout=layout)
+            model(layout.split(ids).to(device()), layout=layout)
         by_tag = {tag: sum(m.size_bytes for m in moves if m.tag == tag) for tag in ("kda", "mla")}
         assert by_tag["kda"] == layers * per_layer
         assert by_tag["mla"] == 2 * 32 * (config.kv_lora_rank + config.qk_rope_head_dim) * 4

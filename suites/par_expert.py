@@ -7,6 +7,7 @@ from k3 import K3Model
 from k3.moe import LocalDispatcher
 from k3.parallel import ParallelState, collectives
 from suites.par_common import BOTH, DOUBLE, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
+from suites.ranks import device
 
 
 @pytest.fixture
@@ -112,9 +113,9 @@ def test_dispatch_moves_latents():
     config, state = par6(torch.float32)
     ffn = part(config, state, ParallelState(dp_size=2, ep_size=2)).decoder.layers["3"].ffn
     with collectives.count() as moves:
-        ffn(torch.randn(1, 10, config.hidden_size))
+        ffn(torch.randn(1, 10, config.hidden_size, device=device()))
     there, back = (move for move in moves if move.tag == "experts")
-    assert there.path == back.path == "gloo.all_to_all"
+    assert there.path == back.path == f"{torch.distributed.get_backend()}.all_to_all"
     latent_bytes = config.routed_expert_hidden_size * 4
     assert 0 < there.size_bytes <= 10 * config.num_experts_per_token * latent_bytes
     assert there.size_bytes % latent_bytes == 0

@@ -105,15 +105,15 @@ def test_vendor_golden(data_file):
     for path in golden.files:
         data_file(path)
     config, state = par6_golden()
-    ids, labels = golden.inputs(64)
+    ids, labels = (x.to(device()) for x in golden.inputs(64))
     chunk = load_part(config, state, connect(ParallelState(pp_size=2), device().type))
     pipeline = Pipeline([chunk], microbatches=2, rows=1, tokens=64)
-    close(pipeline.step(ids, labels).view(1), golden.expected("f32", 64)["loss"], 1e-3, "loss")
+    close(pipeline.step(ids, labels).view(1).cpu(), golden.expected("f32", 64)["loss"], 1e-3, "loss")
     found = whole_gradients(chunk)
     wanted = {name: gradient for name, gradient in golden.gradients(64).items() if name in found}
     assert len(wanted) > 30
     for name, gradient in wanted.items():
-        relative(found[name], gradient, 1e-3, name)
+        relative(found[name].cpu(), gradient, 1e-3, name)
 
 
 @pytest.mark.ranks(4)

@@ -191,7 +191,7 @@ def _job_store():
     )
 
 
-def run_in_place(body: Callable[[], None], ranks: int, name: str) -> None:
+def run_in_place(body: Callable[[], None], ranks: int, name: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
     """Run the body on this rank of a job, in a fresh process group named after the test."""
     import torch.distributed as dist
 
@@ -202,7 +202,7 @@ def run_in_place(body: Callable[[], None], ranks: int, name: str) -> None:
         )
     backend = "gloo" if world == 1 else os.environ["K3_BACKEND"]
     store = dist.HashStore() if world == 1 else dist.PrefixStore(name, _job_store())
-    _with_group(body, store, rank, world, backend, GROUP_TIMEOUT_S)
+    _with_group(body, store, rank, world, backend, timeout_s)
 
 
 def _observed(item, body) -> None:
@@ -234,7 +234,7 @@ def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     body = functools.partial(pyfuncitem.obj, **arguments)
     if in_job():
-        run_in_place(functools.partial(_observed, pyfuncitem, body), ranks, pyfuncitem.nodeid)
+        run_in_place(functools.partial(_observed, pyfuncitem, body), ranks, pyfuncitem.nodeid, timeout_s)
     else:
         require_passed(run_forked(body, ranks, timeout_s))
     return True

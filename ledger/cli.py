@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("run_id", nargs="*", help="run ids; those that the present verdicts rest on if none")
     export.add_argument("--out", metavar="DIR", type=Path, help="folder (default: ledger/evidence/ of the project)")
     export.add_argument("--unsigned", action="store_true", help="write without a signature")
+    export.add_argument("--prune", action="store_true", help="remove own files that decide nothing any more")
     export.add_argument("--public-key", action="store_true", help="print the file for ledger/keys/ and stop")
     export.add_argument("--label", default="", help="with --public-key: who signs, in a word")
     export.add_argument("--cluster", default="", help="with --public-key: for which cluster this key speaks")

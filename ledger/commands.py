@@ -109,9 +109,15 @@ def export(options: Namespace) -> int:
     if options.public_key:
         print(encode(public_file(own_signer(), options.label, options.cluster)).decode())
         return 0
-    done = files.export(root, options.ledger, options.run_id, options.out, signed=not options.unsigned)
+    done = files.export(
+        root, options.ledger, options.run_id, options.out, signed=not options.unsigned, prune=options.prune
+    )
     for name in done.files:
         print(f"{'wrote' if name in done.changed else 'kept '} {name}")
+    for name in done.foreign:
+        print(f"kept  {name}, which another key sealed")
+    for name in done.removed:
+        print(f"removed {name}, which decides nothing now")
     if done.keyid and done.keyid not in allowed_keys(root / "ledger" / "keys"):
         print(f"key {done.keyid[:12]} is not in ledger/keys/, so these files are not sealed; a reviewed commit of "
               "`k3-ledger export --public-key` makes it count", file=sys.stderr)  # fmt: skip

@@ -37,38 +37,58 @@ class ExportError(ValueError):
 
 
 class Exported(Record, kw_only=True):
-    """The files that are now in the folder, and those of them that changed."""
+    """The files of the chosen runs, those of them that changed, those that another key sealed, and what was removed."""
 
     files: tuple[str, ...]
     changed: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     keyid: str = ""
 
 
 def export(
-    root: Path, ledger: Path | None, runs: Iterable[str] = (), folder: Path | None = None, *, signed: bool = True
-) -> Exported:
-    """Write one file per run into `folder` (default: the published evidence); of the deciding runs if none is named."""
+    root: Path, ledger: Path | None, runs: Iterable[str] = (), folder: Path | None = None, *,
+    signed: bool = True, prune: bool = False,
+) -> Exported:  # fmt: skip
+    """Write one file per run into `folder` (default: the published evidence); of the deciding runs if none is named.
+
+    A file that another key sealed stays as it is. With `prune`, files of this key that decide nothing are removed.
+    """
     folder = folder or root / "ledger" / "evidence"
     folder.mkdir(parents=True, exist_ok=True)
     signer = own_signer() if signed else None
-    chosen = tuple(runs) or deciding_runs(root, ledger)
-    changed = []
+    keyid = signer.public_key.keyid if signer else ""
+    files: dict[str, bool] = {}
+    foreign = []
     with contextlib.closing(connect_read(ledger)) as connection:
-        for run in chosen:
+        for run in tuple(runs) or deciding_runs(root, ledger):
             name, data = publishable(load_run(connection, run), signer)
-            changed += [name] if _write(folder / name, data) else []
-    _write_index(folder, signer, [f"{run}{evidence.SUFFIX}" for run in chosen])
-    names = tuple(f"{run}{evidence.SUFFIX}" for run in chosen)
-    return Exported(files=names, changed=tuple(changed), keyid=signer.public_key.keyid if signer else "")
+            if _sealed_by_another(folder / name, keyid):
+                foreign.append(name)
+            else:
+                files[name] = _write(folder / name, data)
+    removed = _write_index(folder, signer, list(files), prune)
+    changed = tuple(name for name, is_new in files.items() if is_new)
+    return Exported(files=tuple(files), changed=changed, foreign=tuple(foreign), removed=removed, keyid=keyid)
+
+
+def _sealed_by_another(path: Path, keyid: str) -> bool:
+    """Whether a file is there and carries a signature that is not by this key."""
+    if not path.exists():
+        return False
+    last = msgspec.json.decode(path.read_bytes().rstrip(b"\n").split(b"\n")[-1])
+    return bool({signature["keyid"] for signature in last["envelope"]["signatures"]} - {keyid})
 
 
 def deciding_runs(root: Path, ledger: Path | None) -> tuple[str, ...]:
-    """The runs that the present statuses rest on: verdicts of every cell, and what the kill rates count."""
+    """The runs that the present statuses rest on: of every cell, failures that stand and the best pass; sabotages."""
     judge = open_judge(root, ledger)
     found: set[str] = set()
     for claim, topology in judge.claims.cells():
         found.add(judge.status(claim, topology).run)
-        found |= {one.fact.run for one in judge.decided(claim, topology)}
+        decided = [one.fact for one in judge.decided(claim, topology)]
+        found |= {fact.run for fact in decided if fact.outcome == "failed"}
+        found |= {fact.run for fact in decided if fact.outcome == "passed" and fact is decided[-1]}
         found |= {fact.run for fact in judge.counted(claim)}
     with contextlib.closing(connect_read(ledger)) as connection:
         local = {run for (run,) in connection.execute("SELECT run FROM run")}
@@ -110,12 +130,24 @@ def index_name(keyid: str) -> str:
     return f"index-{keyid[:12] or 'unsigned'}.json"
 
 
-def _write_index(folder: Path, signer, names: list[str]) -> None:
-    """List every file this key has published here; a file once listed stays listed."""
+def _write_index(folder: Path, signer, names: list[str], prune: bool) -> tuple[str, ...]:
+    """List every file this key has published here; a file stays listed until its own key prunes it."""
     path = folder / index_name(signer.public_key.keyid if signer else "")
     known = read_index(path) if path.exists() else {}
-    known |= {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    _write(path, encode({"envelope": seal(statement(known, {"files": len(known)}, INDEX_TYPE), signer)}) + b"\n")
+    removed = tuple(sorted(set(known) - set(names))) if prune else ()
+    for name in removed:
+        (folder / name).unlink(missing_ok=True)
+    kept = {name: known[name] for name in known if name not in removed}
+    kept |= {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    _write_listing(path, signer, kept)
+    unsigned = folder / index_name("")
+    if signer is not None and unsigned.exists():  # what is sealed now is no longer listed as unsealed
+        _write_listing(unsigned, None, {n: v for n, v in read_index(unsigned).items() if n not in names})
+    return removed
+
+
+def _write_listing(path: Path, signer, files: dict[str, str]) -> None:
+    _write(path, encode({"envelope": seal(statement(files, {"files": len(files)}, INDEX_TYPE), signer)}) + b"\n")
 
 
 def read_index(path: Path) -> dict[str, str]:

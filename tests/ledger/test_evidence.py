@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ledger import evidence, export, signing
+from ledger import evidence, export, signing, verify
 from ledger.claims import statuses
 from ledger.db import connect_read
 from ledger.ingest import ingest
@@ -201,3 +201,24 @@ def test_imported_evidence_keeps_its_seal(made, root, ledger, tmp_path):
     found = [s for s in statuses(root, ledger=tmp_path / "other.db") if s.state == "proven"]
     assert [(s.sealed, s.witness) for s in found] == [(True, "T1")] * 3
     assert connect_read(tmp_path / "other.db").execute("SELECT count(*) FROM run").fetchone() == (0,)
+
+
+def test_sealed_after_unsealed(made, root, ledger):
+    """A file first published unsigned and then signed is listed once; an unsigned export does not undo a seal."""
+    export.export(root, ledger, signed=False)
+    export.export(root, ledger)
+    allow(root)
+    assert list(verify.published(root)) == []
+    done = export.export(root, ledger, signed=False)
+    assert (done.files, done.foreign) == ((), (f"{made.head['run']}.jsonl",))
+    assert list(verify.published(root)) == []
+
+
+def test_prune_removes_what_decides_nothing(made, root, spool, ledger):
+    """A newer run of the same cells makes the older file superfluous; pruning removes it from folder and index."""
+    export.export(root, ledger)
+    newer = make.run(root, spool, cells=CELLS, scheduler="slurm", number=2)
+    ingest(newer.write(), ledger)
+    done = export.export(root, ledger, prune=True)
+    assert (done.files, done.removed) == ((f"{newer.head['run']}.jsonl",), (f"{made.head['run']}.jsonl",))
+    assert [lie for lie in verify.published(root) if "does not list" not in lie] == []

@@ -139,8 +139,8 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
-def test_several_nodes(home, nodes):
+@pytest.mark.parametrize("nodes, launcher", [(2, "node"), (4, "node"), (2, "rank")])
+def test_several_nodes(home, nodes, launcher):
     """Two ranks on each of several nodes meet through the scheduler's node list, and the witness counts them all."""
     ranks = 2 * nodes
     home.write("suites/toy.py", PAIR.replace("ranks(4)", f"ranks({ranks})").replace("(group)", "()"))
@@ -148,6 +148,8 @@ def test_several_nodes(home, nodes):
     text = (home.root / "suites/claims.toml").read_text()
     wide = f'[topologies.wide]\nranks = {ranks}\nnodes = {nodes}\nbackend = "gloo"\n'
     home.write("suites/claims.toml", text.replace("[topologies.toy4]", f"{wide}[topologies.toy4]"))
+    with open(home.root.parent / "lab.toml", "a") as file:
+        file.write(f'launcher = "{launcher}"\n')
     harness(home, "run", "toy.meet", *profile(home))
     cell = claims(home)["toy.meet"]
     assert (cell["state"], cell["witness"], cell["ranks"]) == ("proven", "T1", ranks), cell

@@ -68,7 +68,10 @@ class Gather:
             dist.broadcast(piece, holder)
         elif holder != receiver and self.rank in (holder, receiver):
             announce(f"{dist.get_backend()}.send_recv")
-            dist.send(piece, receiver) if self.rank == holder else dist.recv(piece, holder)
+            if self.rank == holder:
+                dist.send(piece, receiver)
+            else:
+                dist.recv(piece, holder)
         return piece
 
     def _holders(self, public: str, receiver: int | None) -> dict[tuple, int]:

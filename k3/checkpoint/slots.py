@@ -39,8 +39,21 @@ def native_tensors(model: nn.Module | Iterable[nn.Module]) -> dict[str, torch.Te
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if canonical(name) in found:
                 raise ValueError(f"{canonical(name)} is in two chunks; pass each chunk once")
-            found[canonical(name)] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found[canonical(name)] = _local(canonical(name), tensor)
     return found
+
+
+def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter that the sharding table splits."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    from k3.parallel.data import sharded_by_fsdp
+
+    if sharded_by_fsdp(tensor):
+        raise NotImplementedError(
+            f"{name} is sharded by FSDP; load before fully_shard_model, and save through k3.parallel.state"
+        )
+    return tensor.to_local()
 
 
 @lru_cache(maxsize=8)

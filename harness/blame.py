@@ -39,6 +39,7 @@ class Watched:
     last: dict = field(default_factory=dict)
     test: str = ""
     event_at: float = field(default_factory=time.time)
+    begun: bool = False  # whether it has come to its first test
     stopped_since: float | None = None
     _offset: int = 0
 
@@ -67,6 +68,7 @@ class Watched:
             self.events += 1
             self.event_at = now
             kind = self.last.get("kind")
+            self.begun = self.begun or kind == "test_start"
             self.test = self.last["test"] if kind == "test_start" else "" if kind in ("test_end", "end") else self.test
         self._offset += len(whole)
 

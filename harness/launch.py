@@ -25,6 +25,7 @@ from harness.revision import search_path
 from harness.spec import Fault, JobSpec, LaunchRecord, load, store
 
 POLL_S = 0.02
+START_UP_S = 120.0  # while ranks import, the first to be ready wait for the last: that is no hang
 SETTLE_S = 0.1  # a rank that dies takes its peers along: collect who went first before blaming
 EXIT_FAULT = 3
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -107,6 +108,7 @@ class Launch:
     def _look(self, now: float) -> None:
         for rank in self.ranks:
             rank.look(now)
+            rank.event_at = now if self._starting(now) else rank.event_at
         found = [fault for rank in self.ranks if (fault := find_fault(rank, self.spec, now))]
         kinds = {fault.kind for fault in found}
         if kinds == {"stalled"}:
@@ -115,6 +117,11 @@ class Launch:
             time.sleep(SETTLE_S)
             found = [fault for fault in found if fault.kind != "stalled"]
         self.faults += found or self._own_faults(now)
+
+    def _starting(self, now: float) -> bool:
+        """Whether some rank has yet to come to its first test."""
+        begun = all(rank.begun or rank.code is not None for rank in self.ranks)
+        return not begun and now - self.started_at < START_UP_S
 
     def _own_faults(self, now: float) -> list[Fault]:
         """Faults of the job as a whole: told to stop, out of time, another node in trouble."""

@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from tests.harness import toy as toys
+
 OUTCOMES = '''
 import os
 import unittest
@@ -115,9 +117,10 @@ def test_outcomes(toy):
     assert ends["test_skipped"]["message"] == "Skipped: not today"
 
 
-@pytest.fixture
-def numbers(toy):
-    """The recorded suite of numbers."""
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """The recorded suite of numbers, run once."""
+    toy = toys.make(tmp_path_factory.mktemp("numbers"))
     toy.write("suites/data.txt", "numbers")
     write_suite(toy, NUMBERS)
     return recorded(toy)[1]

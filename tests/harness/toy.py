@@ -92,20 +92,20 @@ class Toy:
 
     def planned(self, *names: str) -> Path:
         """Snapshot and plan in this process, write the run directory, submit nothing."""
-        run_dir, nonce = spool.new_run()
+        run_dir, nonce = spool.new_run(str(self.state / "runs"))
         snapshot = revision.take(self.root, run_dir / "snapshot")
         plan = Planner(root=self.root, snapshot=snapshot, request=Request(names=names), statuses=[]).plan()
         assert plan.expected, plan.cells
         submit.prepare(plan, snapshot, clusters.find("local"), run_dir, nonce)
         return run_dir
 
-    def launch(self, run_dir: Path, job: str, **orders) -> subprocess.Popen:
+    def launch(self, run_dir: Path, job: str, environment: dict | None = None, **orders) -> subprocess.Popen:
         """Start the launcher of one job from inside the snapshot, with changed orders."""
         path = run_dir / "jobs" / job / "spec.json"
         store(path, replace(load(path, JobSpec), **orders))
         return subprocess.Popen(
             [sys.executable, "-m", "harness.launch", str(path.parent), "--attempt=0"], cwd=run_dir / "snapshot",
-            env={**self.env, "PYTHONPATH": str(run_dir / "snapshot")}, stderr=subprocess.PIPE, text=True,
+            env={**self.env, "PYTHONPATH": str(run_dir / "snapshot"), **(environment or {})}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     @property

@@ -215,4 +215,3 @@ class _Disabled:
 
     def __exit__(self, *_):
         self.session.disabled = self.before
-

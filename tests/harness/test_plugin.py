@@ -5,7 +5,7 @@ import pytest
 
 from tests.harness import toy as toys
 
-OUTCOMES = '''
+OUTCOMES = """
 import os
 import unittest
 
@@ -50,7 +50,7 @@ class TestCase(unittest.TestCase):
         with self.subTest("one"):
             self.fail("inside")
 def test_lost(): os._exit(0)
-'''
+"""
 NUMBERS = '''
 import math
 

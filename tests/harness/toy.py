@@ -103,9 +103,10 @@ class Toy:
         """Start the launcher of one job from inside the snapshot, with changed orders."""
         path = run_dir / "jobs" / job / "spec.json"
         store(path, replace(load(path, JobSpec), **orders))
+        env = {**self.env, "PYTHONPATH": str(run_dir / "snapshot"), **(environment or {})}
         return subprocess.Popen(
             [sys.executable, "-m", "harness.launch", str(path.parent), "--attempt=0"], cwd=run_dir / "snapshot",
-            env={**self.env, "PYTHONPATH": str(run_dir / "snapshot"), **(environment or {})}, stderr=subprocess.PIPE, text=True,
+            env=env, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     @property

@@ -9,11 +9,13 @@ failed test cannot poison the next one. `run_forked` is also used directly by th
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +27,7 @@ import pytest
 
 GROUP_TIMEOUT_S = 30.0
 GRACE_S = 3.0
+_GROUPS = itertools.count()  # a timed test runs twice: its second group must not find keys of the first
 PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out", "Broken pipe")
 
 
@@ -125,7 +128,19 @@ def _with_group(body, store, rank: int, ranks: int, backend: str, timeout_s: flo
         body()
         dist.barrier()
     finally:
+        _forget_meshes()
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers: it keeps meshes, equal to those of the next test, whose groups are about to go."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    getattr(_redistribute._gen_transform_infos, "cache_clear", lambda: None)()
 
 
 def _watch(children: dict[int, tuple[int, int]], started: float, timeout_s: float) -> list[RankOutcome]:
@@ -201,7 +216,7 @@ def run_in_place(body: Callable[[], None], ranks: int, name: str, timeout_s: flo
             f"a body for {ranks} ranks was planned on {world}; give its claim a topology of {ranks} ranks"
         )
     backend = "gloo" if world == 1 else os.environ["K3_BACKEND"]
-    store = dist.HashStore() if world == 1 else dist.PrefixStore(name, _job_store())
+    store = dist.HashStore() if world == 1 else dist.PrefixStore(f"{name}/{next(_GROUPS)}", _job_store())
     _with_group(body, store, rank, world, backend, timeout_s)
 
 

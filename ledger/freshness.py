@@ -27,6 +27,7 @@ class Tree:
         self.root, self.known_data, self.use_cache = Path(root), known_data, use_cache
         self.files: dict[str, tuple[str, dict[str, str]]] = {}  # path -> (digest, pieces)
         self.fresh: dict[str, dict[str, str]] = {}  # digest -> pieces, not yet in the cache file
+        self.data: dict[str, str] = {}  # data file -> digest
         self.seen: dict[str, str] = {}  # closure digest -> first difference
 
     def difference(self, closure: Mapping[str, str], name: str = "") -> str:
@@ -52,7 +53,9 @@ class Tree:
             return ""
         if not file.is_file():
             return f"data file {path} is gone"
-        return "" if hashlib.sha256(file.read_bytes()).hexdigest() == recorded else f"data file {path} changed"
+        if path not in self.data:
+            self.data[path] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return "" if self.data[path] == recorded else f"data file {path} changed"
 
     def pieces(self, file: str) -> dict[str, str]:
         """Pieces of one file of the tree; empty if there is no such file."""

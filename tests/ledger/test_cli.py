@@ -137,3 +137,20 @@ def test_reading_starts_fast(root, ledger, clean, command):
         best = min(best, float(spent), time.perf_counter() - begun)
         assert heavy.strip() == "set()"
     assert best < 0.3
+
+
+def test_bench_lists_and_compares(root, spool, ledger, capsys):
+    """Values with their peers and floors; of two runs, a verdict or the word why there is none."""
+    for number in (1, 2):
+        made = make.run(root, spool, number=number)
+        made.lines("test_end")[0]["measures"] = [
+            {"name": "duration", "unit": "s", "direction": "lower", "samples": [2.0, 1.0, 3.0], "shape": "T=8",
+             "context": {"peers": {"fla": [4.0]}, "floor_s": 0.5, "path": "torch.kda"}}]  # fmt: skip
+        ingest(made.write(), ledger)
+    options = ["--json", "--root", str(root), "--ledger", str(ledger)]
+    main(["bench", *options])
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["median"], row["floors"], row["peer"], row["ratio"]) == (2.0, 4.0, "fla", 0.5)
+    assert row["reason"] == "1 pairs of processes, 6 are needed"
+    main(["bench", "20250615t000001", "20250615t000002", *options])
+    assert json.loads(capsys.readouterr().out)[0]["verdict"] == "cannot-tell"

@@ -11,7 +11,7 @@ from harness import mutate, progress, spool
 from harness.collect import collect
 from harness.planning import Session, add_selection, known_statuses, prepare, summary
 from harness.spec import ClaimStatus, HarnessError
-from harness.submit import executor, submit
+from harness.submit import executor, preview, submit
 from harness.submit import prepare as write_run
 from harness.watch import follow
 
@@ -22,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `k3-harness run`."""
     add_selection(parser)
     mutate.configure(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts and the cost; submit nothing")
 
 
 def command(options: argparse.Namespace) -> int:
@@ -32,6 +33,11 @@ def command(options: argparse.Namespace) -> int:
         raise HarnessError("run what? name suites, claims or test files, e.g. k3-harness run quick")
     console = Console(highlight=False)
     session = prepare(options)
+    if options.dry_run:
+        console.print(preview(session.plan, session.cluster, session.run_dir, session.nonce, session.snapshot),
+                      soft_wrap=True, markup=False)  # fmt: skip
+        spool.discard(session.run_dir)
+        return 0
     try:
         interrupted = execute(session, console) if session.plan.expected else _nothing_to_run(session, console)
     finally:

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from harness import local, slurm
+from harness import local, slurm, spool
 from harness.cluster import Cluster
 from harness.gather import Progress, look
 from harness.journal import Order
 from harness.spec import JobSpec, load, store
-from harness.spool import job_dirs
+from ledger import claimfile
 from ledger.claims import statuses
 from ledger.ingest import ingest
 from ledger.record import Topology
@@ -120,6 +120,8 @@ def prepare(project: Project, cases: list[Case], folder: Path) -> Path:
     """The run directory, with each job's fault in its orders; a full spool is a tiny file system of its own."""
     tests = {case.job: f"test_case[{case.job}]" for case in cases}
     run_dir = project.run(tests, Topology(name="pair", ranks=2, backend="gloo"), timeout_s=90, suite="cases")
+    claims = tuple(claimfile.load(project.root).claims.values())
+    spool.write_run(run_dir, msgspec.structs.replace(spool.read_run(run_dir), claims=claims))
     for case in cases:
         path = run_dir / "jobs" / case.job / "spec.json"
         spec = load(path, JobSpec)
@@ -187,13 +189,13 @@ def run_slurm(folder: Path, count: int, seed: int) -> list[tuple]:
 
 
 def judge(project: Project, run_dir: Path, cases: list[Case], progress: Progress, ledger: Path) -> list[tuple]:
-    """(fault, claim's state, was a machine blamed) for each case."""
-    for folder in job_dirs(run_dir):
+    """(fault, claim's state, was a machine blamed, the ledger's reason) for each case."""
+    for folder in spool.job_dirs(run_dir):
         subprocess.run(["umount", "-l", folder / "attempts" / "0"], stderr=subprocess.DEVNULL)
     ingest(run_dir, ledger)
     found = {status.id: status for status in statuses(project.root, ledger)}
     blamed = {view.spec.job: any(one.machine_fault for one in view.attempts) for view in progress.views}
-    return [(case.fault, found[case.job].state, blamed[case.job]) for case in cases]
+    return [(case.fault, found[case.job].state, blamed[case.job], found[case.job].reason) for case in cases]
 
 
 def report(title: str, rows: list[tuple]) -> int:
@@ -204,8 +206,11 @@ def report(title: str, rows: list[tuple]) -> int:
     for fault in dict.fromkeys(row[0] for row in sorted(rows)):
         mine = [row for row in rows if row[0] == fault]
         states = Counter(row[1] for row in mine)
-        bad = sum(is_wrong(*row) for row in mine)
+        faulty = [row for row in mine if is_wrong(*row[:3])]
+        bad = len(faulty)
         wrong += bad
+        for row in faulty[:3]:
+            print(f"wrong: {row}", file=sys.stderr)
         against = states["refuted"] + states["flaky"]
         rest = len(mine) - states["proven"] - against
         print(

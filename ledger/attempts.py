@@ -10,7 +10,7 @@ from collections import Counter
 
 import msgspec
 
-from ledger.record import Attempt, Expected, Topology, worst
+from ledger.record import Attempt, Expected, Fingerprint, Topology, worst
 from ledger.runs import Run, Stream, TestRow
 
 CLOCK_SKEW_S = 60.0
@@ -142,13 +142,14 @@ def _across_ranks(topology: Topology, streams: dict[int, Stream]) -> list[str]:
     return faults
 
 
-def _gpus(topology: Topology, nodes: dict[int, str], prints: dict[int, object]) -> list[str]:
-    """Every rank has a GPU of its own, unless the topology says how many its ranks share on a node."""
+def _gpus(topology: Topology, nodes: dict[int, str], prints: dict[int, Fingerprint]) -> list[str]:
+    """Every rank needs a GPU of its own; over gloo, ranks may share the GPUs that the topology names."""
+    shared = topology.gpus_per_node if topology.backend == "gloo" else 0
     faults = []
     for node in sorted(set(nodes.values())):
         ranks = [rank for rank in nodes if nodes[rank] == node]
         uuids = {gpu.get("uuid", "") for rank in ranks for gpu in prints[rank].gpus}
-        if len(uuids) < (topology.gpus_per_node or len(ranks)):
+        if len(uuids) < (min(shared, len(ranks)) or len(ranks)):
             faults.append(f"{len(ranks)} ranks saw {len(uuids)} different GPUs on one node")
     return faults
 

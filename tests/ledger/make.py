@@ -31,6 +31,11 @@ backend = "gloo"
 ranks = 4
 nodes = 2
 backend = "gloo"
+[topologies.shared4]
+device = "cuda"
+ranks = 4
+backend = "gloo"
+gpus_per_node = 2
 [topologies.cuda2]
 device = "cuda"
 ranks = 2

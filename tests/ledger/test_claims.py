@@ -264,3 +264,13 @@ def test_data_files_expire_by_digest(root, spool, ledger, tmp_path):
     assert status(root, ledger).state == "proven"
     (root / "suites" / "golden.json").write_text("{ }")
     assert status(root, ledger).expired_by == "data file suites/golden.json changed"
+
+
+@pytest.mark.parametrize(("count", "state"), [(2, "passed"), (1, "unproven")])
+def test_ranks_may_share_gpus_over_gloo(root, spool, ledger, count, state):
+    """Four gloo ranks on the two GPUs that the topology names are what was planned; on one they are not."""
+    make.edit(root, "suites/claims.toml", '"nodes2", "cuda2"]', '"nodes2", "shared4"]')
+    made = make.run(root, spool, cells=[("kda.golden", "shared4")])
+    for rank, line in enumerate(made.lines("environment")):
+        line["fingerprint"]["gpus"] = [{"name": "NVIDIA H200", "uuid": f"GPU-{rank % count}"}]
+    assert [fact.outcome for fact in ingest(made.write(), ledger).facts] == [state]

@@ -141,7 +141,7 @@ class Look:
         for index, row in enumerate(rows, first):
             number = order.attempt if index == 0 else claim_number(job_dir, row.raw_id, index)
             reports = read_reports(job_dir / "attempts" / str(number))
-            word = classify(row, reports, self._log(row))
+            word = classify(row, reports, self._log(row) if row.state == "FAILED" else "")
             if job_dir.name in self.cancelled and word.state in ("cancelled", "failed"):
                 word = Word(state=self._ended_as(job_dir.name), machine_fault=True, reason=self.cancelled[job_dir.name])
             view.attempts.append(attempt_of(number, row, word, reports))
@@ -153,7 +153,10 @@ class Look:
     def _is_settled(self, view: View, job: str, row: Row, live: Row | None, reports: tuple[LaunchRecord, ...]) -> bool:
         """Is the last attempt over, by the best witness there is? Waits for a better one only up to a deadline."""
         last, deadline = view.attempts[-1], self.cluster.answer_deadline_s
+        self.clock.forget(f"{job} unknown")
         if last.state not in FINAL:
+            for wait in ("requeued", "report", "accounting"):
+                self.clock.forget(f"{job} {wait}")
             return self._ghost(view, job, row, live)
         if last.state == "requeued" and not self.clock.overdue(f"{job} requeued", deadline):
             return False

@@ -104,10 +104,11 @@ def parameters(run_dir: Path, cluster: Cluster, name: str, shape: Shape) -> dict
     bind = ["--gpus-per-task=1"] if shape.gpus_per_node and cluster.launcher == "rank" else []
     more = {"chdir": str(run_dir / "snapshot"), ("requeue" if cluster.requeue else "no-requeue"): True}
     more |= {"reservation": cluster.reservation} if cluster.reservation else {}
+    snapshot = shlex.quote(str(run_dir / "snapshot"))
     return wanted | {
         "job_name": name, "time": shape.time_min, "nodes": shape.nodes, "ntasks_per_node": tasks,
         "cpus_per_task": cpus, "signal_delay_s": cluster.warning_s, "array_parallelism": cluster.array_parallelism,
-        "setup": [*cluster.setup, f"export PYTHONPATH={shlex.quote(str(run_dir / 'snapshot'))}"],
+        "setup": [*cluster.setup, f"export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={snapshot}"],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}", *bind, *cluster.srun_args],
         "additional_parameters": {**more, **cluster.sbatch},
     }  # fmt: skip

@@ -25,7 +25,7 @@ from harness.plan import Planner, Request
 from harness.planning import known_statuses, unavailable
 from harness.revision import Snapshot
 from harness.sabotage import Sabotage
-from harness.spec import ClaimStatus, Expected, HarnessError, Plan
+from harness.spec import Cell, ClaimStatus, Expected, HarnessError, Plan, Topology
 from harness.submit import executor, submit
 from harness.submit import prepare as write_run
 from ledger import claimfile
@@ -166,17 +166,25 @@ def start(session: Session, one: Sabotage) -> Path:
 
 
 def planned(plan: Plan, one: Sabotage, snapshot: str) -> Plan:
-    """The plan of one sabotage: one job per topology with all tests of its claims."""
+    """The plan of one sabotage: one job with all tests of its claims on one rank, one a claim on several ranks."""
     claims = tuple(claim for claim in plan.claims if claim.id in one.claims)
     cells = tuple(cell for cell in plan.cells if cell.claim in one.claims and cell.action == "run")
     topologies = {job.topology.name: job.topology for job in plan.expected}
     jobs = []
     for name in dict.fromkeys(cell.topology for cell in cells):
         here = [cell for cell in cells if cell.topology == name]
-        tests = tuple(dict.fromkeys(test for cell in here for test in cell.tests))
-        job = f"{name}.sabotage.0"
-        jobs.append(Expected(job=job, topology=topologies[name], tests=tests, claims=tuple(c.claim for c in here)))
+        groups = [[cell] for cell in here] if topologies[name].ranks > 1 else [here]
+        jobs += [_job(topologies[name], group) for group in groups]
     return replace(plan, claims=claims, cells=cells, expected=tuple(jobs), sabotage=one.id, snapshot=snapshot)
+
+
+def _job(topology: Topology, cells: list[Cell]) -> Expected:
+    tests = tuple(dict.fromkeys(test for cell in cells for test in cell.tests))
+    name = cells[0].claim if topology.ranks > 1 else "sabotage"
+    return Expected(
+        job=f"{topology.name}.{name}.0", topology=topology, tests=tests, claims=tuple(cell.claim for cell in cells),
+        timeout_min=topology.timeout_min,
+    )  # fmt: skip
 
 
 def _room(session: Session, one: Sabotage, active: dict[Path, Sabotage]) -> bool:

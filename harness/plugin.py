@@ -23,6 +23,7 @@ from ledger.closure import test_closure
 from ledger.record import Environment, TestEnd, TestStart, worst
 
 MESSAGE_LENGTH = 2000
+FAILED = 1  # pytest's own exit code for failed tests
 PLUGINS = ("pytest_timeout", "pytest_benchmark.plugin")
 
 
@@ -98,7 +99,14 @@ class Recorder:
         self.stream.write(self._end(item, started, outcome, message, tuple(seen)))
         if outcome in ("failed", "error"):
             self.refuted |= {claim for claim, tests in self.spec.until_failure.items() if item.nodeid in tests}
+            self._leave_peers()
         return True
+
+    def _leave_peers(self) -> None:
+        """With nothing left to find out, end this rank at once: its peers would wait for it in the next test."""
+        if self.spec.topology.ranks > 1 and self.spec.until_failure and set(self.spec.until_failure) <= self.refuted:
+            sys.stdout.flush()
+            os._exit(FAILED)
 
     def _is_decided(self, test: str) -> bool:
         """Whether every claim this test speaks for has failed already, in a job that asks no more than that."""

@@ -66,8 +66,8 @@ def orders_for(expected: Expected, plan: Plan, run: str, nonce: str) -> JobSpec:
 
 
 def until_failure(expected: Expected, plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Whose tests stop at the first failure: on one rank, every claim's. Several ranks must run the same tests."""
-    if expected.topology.ranks > 1:
+    """Whose tests stop at the first failure: on one rank, every claim's; on several, that of a job of one claim."""
+    if expected.topology.ranks > 1 and len(expected.claims) > 1:
         return {}
     cells = [cell for cell in plan.cells if cell.topology == expected.topology.name and cell.claim in expected.claims]
     return {cell.claim: cell.tests for cell in cells}

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from harness.spec import Expected, Plan, Topology, load
+from harness.spec import Cell, Expected, Plan, Topology, load
 from harness.submit import until_failure
-from ledger.record import Claim, RunRecord
+from ledger.record import RunRecord
 from tests.harness import toy as toys
 
 REGISTRY = """
@@ -103,10 +104,12 @@ def test_stale_registries_are_told(toy, change, message):
     assert message in done.stdout + done.stderr
 
 
-def test_several_ranks_never_stop_early():
-    """Ranks that disagree about a failure must still run the same tests: only one rank may leave tests out."""
+def test_several_ranks_of_several_claims_never_stop_early():
+    """A rank may end at a failure only where nothing else is asked of it: its peers end with it."""
     topology = Topology(name="gloo2", ranks=2, backend="gloo")
-    expected = Expected(job="j", topology=topology, tests=("suites/t.py::test_a",), claims=("c",))
-    claim = Claim(id="c", text="t", tests=("suites/t.py::test_a",), topologies=("gloo2",))
-    plan = Plan(names=(), snapshot="", claims=(claim,), expected=(expected,), cells=(), sabotage="s")
-    assert until_failure(expected, plan) == {}
+    tests = ("suites/t.py::test_a",)
+    cells = tuple(Cell(claim=name, topology="gloo2", action="run", reason="", tests=tests) for name in "cd")
+    plan = Plan(names=(), snapshot="", claims=(), expected=(), cells=cells, sabotage="s")
+    both = Expected(job="j", topology=topology, tests=tests, claims=("c", "d"))
+    assert until_failure(both, plan) == {}
+    assert until_failure(replace(both, claims=("c",)), plan) == {"c": tests}

@@ -177,7 +177,7 @@ def run_slurm(folder: Path, count: int, seed: int) -> list[tuple]:
     run_dir = prepare(project, cases, folder / "meet")
     with SlurmCluster(folder / "lab") as lab:
         os.environ["SLURM_CONF"] = str(lab.conf)
-        profile = lab_profile(requeue=True, memory_gb_per_node=0.3, array_parallelism=3)
+        profile = lab_profile(requeue=True, memory_gb_per_node=1.9, array_parallelism=3)
         slurm.save_cluster(run_dir, profile)
         slurm.submit(run_dir, profile, [Order(case.job, 0) for case in cases])
 

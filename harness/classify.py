@@ -90,6 +90,8 @@ def _failed(row: Row, reports: tuple[LaunchRecord, ...], log: str) -> Word:
     texts = [fault.text for fault in faults]
     if any("SIGUSR2" in fault.text for fault in faults if fault.kind == "terminated"):
         return Word(state="timeout", machine_fault=True, reason="warned of the time limit, and ended by our launcher")
+    if over := next((fault.text for fault in faults if fault.kind == "timeout"), ""):
+        return Word(state="timeout", machine_fault=True, reason=f"ended by our launcher: {over}")
     if not reports and (row.signal in WARNING_SIGNALS or row.exit_code - 128 in WARNING_SIGNALS or row.exit_code == 12):
         return Word(state="timeout", machine_fault=True, reason="warned of the time limit before the launcher listened")
     if row.signal == LAUNCH_FAILED_SIGNAL or "LaunchFail" in row.reason:

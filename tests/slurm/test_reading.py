@@ -148,6 +148,13 @@ def test_full_spool_blames_the_machine():
     assert word.reason.startswith("the spool is full")
 
 
+def test_own_time_limit():
+    """A job that our launcher ended at its time limit is a time-out, as it is under the local executor."""
+    fault = Fault(kind="timeout", rank=-1, text="exceeded 600 s", time=1)
+    word = classify(row("FAILED", "3:0"), (report(exit_code=3, fault=fault, faults=(fault,)),))
+    assert (word.state, word.machine_fault) == ("timeout", True)
+
+
 def test_completing_is_running():
     """A cancelled job is not over while the controller says COMPLETING: its processes may still hold the GPU."""
     live = squeue("7|7|j|COMPLETING|None|0|0|n1|1|1|cpu=1|1796060264|1796060264|1796060265|main|")["7"]

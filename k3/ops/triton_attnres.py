@@ -1,6 +1,6 @@
 """The Attention-Residual mix as one Triton kernel each way; `k3.ops.attnres` owns the definition and the choice.
 
-A program holds one token and walks its sources, the next one on its way while this one is used. Every source is
+A program holds one token and walks its sources, two at a time forward and with the next on its way backward. Every source is
 reached through its own pointer, read once forward and, backward, once more from cache when the softmax gradient is
 known; nothing is stacked or copied. Gradients of the score weights leave one partial row per program.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Registers for two programs on a multiprocessor, so that one loads while the other reduces.
-_FORWARD, _BACKWARD = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 16, "maxnreg": 64}
+_FORWARD, _BACKWARD = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 128}
 _PROGRAMS = 264  # of the persistent backward: two for each multiprocessor of an H200
 
 
@@ -30,6 +30,11 @@ def _at(values, lane, i):
 
 
 @triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
 def _mix(sources, norm, proj, out, stats, count, D, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -37,17 +42,23 @@ def _mix(sources, norm, proj, out, stats, count, D, eps, COUNT: tl.constexpr, BL
     query = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) * tl.load(proj + d, mask=inside, other=0.0)
     top, total = -float("inf"), 0.0
     blend = tl.zeros([BLOCK], dtype=tl.float32)
-    ahead = _load(sources, 0, n * D + d, inside, COUNT)
-    for i in range(count):
-        v = ahead.to(tl.float32)
-        ahead = _load(sources, i + 1, n * D + d, inside, COUNT)
-        inverse_rms = tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
-        score = tl.sum(v * query, axis=0) * inverse_rms
-        tl.store(stats + (n * COUNT + i) * 2, score)
-        tl.store(stats + (n * COUNT + i) * 2 + 1, inverse_rms)
-        higher = tl.maximum(top, score)
-        keep, share = tl.exp(top - higher), tl.exp(score - higher)
-        blend, total, top = blend * keep + share * v, total * keep + share, higher
+    for i in range(0, count, 2):  # two sources a step: their four sums cross the warps together
+        first = _load(sources, i, n * D + d, inside, COUNT)
+        second = _load(sources, i + 1, n * D + d, inside, COUNT)  # zeros past the last
+        v, w = first.to(tl.float32), second.to(tl.float32)
+        square_v, square_w, along_v, along_w = tl.reduce((v * v, w * w, v * query, w * query), 0, _add4)
+        rms_v, rms_w = tl.rsqrt(square_v / D + eps), tl.rsqrt(square_w / D + eps)
+        score_v, score_w = along_v * rms_v, along_w * rms_w
+        tl.store(stats + (n * COUNT + i) * 2, score_v)
+        tl.store(stats + (n * COUNT + i) * 2 + 1, rms_v)
+        live = i + 1 < count
+        tl.store(stats + (n * COUNT + i) * 2 + 2, score_w, mask=live)
+        tl.store(stats + (n * COUNT + i) * 2 + 3, rms_w, mask=live)
+        score_w = tl.where(live, score_w, -float("inf"))
+        higher = tl.maximum(top, tl.maximum(score_v, score_w))
+        keep, share_v, share_w = tl.exp(top - higher), tl.exp(score_v - higher), tl.exp(score_w - higher)
+        blend = blend * keep + share_v * v + share_w * w
+        total, top = total * keep + share_v + share_w, higher
     tl.store(out + n * D + d, (blend * (1.0 / total)).to(out.dtype.element_ty), mask=inside)
 
 

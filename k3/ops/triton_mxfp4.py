@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 GROUP = 32
-_UNPACK, _PACK = (128, 4), (128, 4)  # groups of a program, and its warps
+_UNPACK, _PACK = (128, 4), (256, 4)  # groups of a program, and its warps
 RULES = {"floor": 0x800000, "even": 0x600000, "ceil6": 0x400001}  # mantissa from which the shared exponent goes up
 
 
@@ -37,17 +37,22 @@ def _dequantise(packed, scales, out, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _encode(bits, inverse):
-    """E2M1 code (int32) of the float32 with these bits times 2^k: one addition rounds to the step of its binade.
+def _encode(size, inverse, HALF: tl.constexpr):
+    """E2M1 magnitude code, as the low bits of an int32, of the float32 with bits `size` times 2^k.
 
-    Below 2 the codes count halves, below 4 ones, above it twos; 2^23 + x rounds x to an integer, ties to even.
+    Below 2 the codes count halves, below 4 ones, above it twos: the least of three lines, clamped to the last code.
+    Adding 2^23 rounds to an integer, ties to even. The lines are exact for the eight digits of bfloat16; float32 picks
+    its line first and adds once, so that it rounds once.
     """
-    r = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse
-    small, middle = r < 2.0, r < 4.0
-    scaled = r * tl.where(small, 2.0, tl.where(middle, 1.0, 0.5))
-    rounded = scaled + tl.where(small, 8388608.0, tl.where(middle, 8388610.0, 8388612.0))
-    code = tl.minimum(rounded.to(tl.int32, bitcast=True) & 0xF, 7)
-    return tl.where(r < 8.0, code, 7) | ((bits >> 28) & 8)
+    r = size.to(tl.float32, bitcast=True) * inverse
+    if HALF:
+        line = tl.minimum(tl.minimum(r + r, r + 2.0), tl.minimum(r * 0.5 + 4.0, 7.0)) + 8388608.0
+    else:
+        r = tl.minimum(r, 6.0)
+        small, middle = r < 2.0, r < 4.0
+        steps = r * tl.where(small, 2.0, tl.where(middle, 1.0, 0.5))
+        line = steps + tl.where(small, 8388608.0, tl.where(middle, 8388610.0, 8388612.0))
+    return line.to(tl.int32, bitcast=True) & 0xF
 
 
 @triton.jit
@@ -57,17 +62,20 @@ def _quantise(weight, packed, scales, groups, ROUND_UP: tl.constexpr, HALF: tl.c
     pair = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     if HALF:  # two bfloat16 in a word, each the upper half of its float32
         word = tl.load(weight + pair, mask=inside[:, None], other=0)
-        low, high = word << 16, word & -65536
+        signs = ((word >> 12) & 0x08) | ((word >> 24) & 0x80)
+        low, high = (word & 0x7FFF) << 16, word & 0x7FFF0000
     else:
-        low = tl.load(weight + pair * 2, mask=inside[:, None], other=0)
-        high = tl.load(weight + pair * 2 + 1, mask=inside[:, None], other=0)
-    top = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1)
+        even = tl.load(weight + pair * 2, mask=inside[:, None], other=0)
+        odd = tl.load(weight + pair * 2 + 1, mask=inside[:, None], other=0)
+        signs = ((even >> 28) & 0x08) | ((odd >> 24) & 0x80)
+        low, high = even & 0x7FFFFFFF, odd & 0x7FFFFFFF
+    top = tl.max(tl.maximum(low, high), axis=1)
     exponent = (top >> 23) - 2 + ((top & 0x7FFFFF) >= ROUND_UP).to(tl.int32)
     finite = top < 0x7F800000
     scale = tl.where(finite, tl.minimum(tl.maximum(exponent, 0), 254), 255)
     inverse = tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
-    codes = tl.where(finite[:, None], _encode(low, inverse) | _encode(high, inverse) << 4, 0)
-    tl.store(packed + pair, codes.to(tl.uint8), mask=inside[:, None])
+    codes = _encode(low, inverse, HALF) | _encode(high, inverse, HALF) << 4 | signs
+    tl.store(packed + pair, tl.where(finite[:, None], codes, 0).to(tl.uint8), mask=inside[:, None])
     tl.store(scales + group, scale.to(tl.uint8), mask=inside)
 
 

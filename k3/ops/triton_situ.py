@@ -11,28 +11,52 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def _rise(y, t):
-    """(1 - t) where t = exp(-2|y|), so that tanh|y| is _rise / (1 + t); the odd series near zero does not cancel."""
-    y = tl.abs(y)
-    return tl.where(y < 0.02, y * (1.0 - y * y * (1.0 / 3.0)) * (1.0 + t), 1.0 - t)
+def _exp2(x, FAST: tl.constexpr):
+    """2^x in one instruction on a GPU: the flushed form needs no rescue of subnormals, which SiTU cannot show."""
+    if FAST:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.exp2(x)
 
 
 @triton.jit
-def _parts(g, u, cap, linear_cap):
+def _reciprocal(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return 1.0 / x
+
+
+@triton.jit
+def _rise(y, t, EXACT: tl.constexpr):
+    """1 - t for t = exp(-2y), y >= 0, so that tanh y = _rise / (1 + t); near zero the series, which cannot cancel."""
+    near = y * (1.0 + t)
+    if EXACT:
+        near = near * (1.0 - y * y * (1.0 / 3.0))
+    return tl.where(y < 0.01, near, 1.0 - t)
+
+
+@triton.jit
+def _signed(size, x):
+    """size with the sign of x."""
+    bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(g, u, cap, linear_cap, FAST: tl.constexpr, EXACT: tl.constexpr):
     """sigmoid(g), sigmoid(-g), tanh(g / cap), tanh(u / linear_cap) and both 1 - tanh^2, none by cancellation.
 
-    Three exponentials and one reciprocal serve all of them.
+    Three exponentials and one reciprocal serve all of them; the product they share lies within [1, 8].
     """
-    y, x = g * (1.0 / cap), u * (1.0 / linear_cap)
-    ty, tx, e = tl.exp(-2.0 * tl.abs(y)), tl.exp(-2.0 * tl.abs(x)), tl.exp(-tl.abs(g))
+    size_g, size_u = tl.abs(g), tl.abs(u)
+    y, x = size_g * (1.0 / cap), size_u * (1.0 / linear_cap)
+    ty, tx = _exp2(y * -2.8853900817779268, FAST), _exp2(x * -2.8853900817779268, FAST)
+    e = _exp2(size_g * -1.4426950408889634, FAST)
     a, b, c = 1.0 + e, 1.0 + ty, 1.0 + tx
-    root = tl.rsqrt(a * b * c)  # within [1, 8]
-    inverse = root * root
+    inverse = _reciprocal(a * b * c, FAST)
     over_a, over_b, over_c = b * c * inverse, a * c * inverse, a * b * inverse
-    tanh_y, tanh_x = _rise(y, ty) * over_b, _rise(x, tx) * over_c
+    tanh_y, tanh_x = _signed(_rise(y, ty, EXACT) * over_b, g), _signed(_rise(x, tx, EXACT) * over_c, u)
     s, rest = tl.where(g < 0, e, 1.0) * over_a, tl.where(g < 0, 1.0, e) * over_a
-    signed = (tl.where(g < 0, -tanh_y, tanh_y), tl.where(u < 0, -tanh_x, tanh_x))
-    return s, rest, signed[0], signed[1], 4.0 * ty * over_b * over_b, 4.0 * tx * over_c * over_c
+    return s, rest, tanh_y, tanh_x, 4.0 * ty * over_b * over_b, 4.0 * tx * over_c * over_c
 
 
 @triton.jit
@@ -46,26 +70,30 @@ def _offsets(row_stride, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _situ_forward(gate, up, out, columns, gate_stride, up_stride, cap, linear_cap, BLOCK: tl.constexpr):
+def _situ_forward(
+    gate, up, out, columns, gate_stride, up_stride, cap, linear_cap,
+    BLOCK: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK)
     at_up, at_out, inside = _offsets(up_stride, columns, BLOCK)
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
-    s, _, tg, tu, _, _ = _parts(g, u, cap, linear_cap)
+    s, _, tg, tu, _, _ = _parts(g, u, cap, linear_cap, FAST, EXACT)
     value = (cap * linear_cap) * s * tg * tu
     tl.store(out + at_out, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _situ_backward(
-    gate, up, grad, grad_gate, grad_up, columns, gate_stride, up_stride, cap, linear_cap, BLOCK: tl.constexpr
-):
+    gate, up, grad, grad_gate, grad_up, columns, gate_stride, up_stride, cap, linear_cap,
+    BLOCK: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK)
     at_up, at_out, inside = _offsets(up_stride, columns, BLOCK)
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad + at_out, mask=inside, other=0.0).to(tl.float32)
-    s, rest, tg, tu, slope_g, slope_u = _parts(g, u, cap, linear_cap)
+    s, rest, tg, tu, slope_g, slope_u = _parts(g, u, cap, linear_cap, FAST, EXACT)
     capped_gate, capped_up = cap * tg * s, linear_cap * tu
     dg = d * capped_up * (slope_g * s + capped_gate * rest)
     du = d * capped_gate * slope_u
@@ -86,7 +114,8 @@ def _launch(kernel, gate, up, rest, cap, linear_cap) -> None:
         (rows, columns), strides = gate.shape, (gate.stride(0), up.stride(0))
     if gate.numel():
         grid = (rows * triton.cdiv(columns, _BLOCK),)
-        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), BLOCK=_BLOCK, num_warps=_WARPS)
+        sizes = {"BLOCK": _BLOCK, "FAST": gate.is_cuda, "EXACT": gate.dtype == torch.float32, "num_warps": _WARPS}
+        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), **sizes)
 
 
 class _Situ(torch.autograd.Function):

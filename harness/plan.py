@@ -28,7 +28,7 @@ SECONDS = {"s": 1, "min": 60, "h": 3600}
 class Request:
     """What the user asked for."""
 
-    names: tuple[str, ...] = ()  # suites, claims, test files or test ids; none: everything
+    names: tuple[str, ...] = ()  # suites, claims, families of claims, test files or test ids; none: everything
     everything: bool = False  # run what is settled, too
     budget: str = ""
     cluster: str = ""
@@ -150,7 +150,8 @@ def select(file: claimfile.ClaimFile, names: tuple[str, ...]) -> list[Claim]:
     """The claims that `names` mean, in file order. Raises HarnessError with the closest names for an unknown one."""
     chosen: set[str] = set() if names else set(file.claims)
     for name in names:
-        found = set(file.suites.get(name, ())) | ({name} & set(file.claims))
+        found = set(file.suites.get(name, ()))
+        found |= {claim for claim in file.claims if claim == name or claim.startswith(f"{name}.")}
         found |= {claim.id for claim in file.claims.values() if any(_under(test, name) for test in claim.tests)}
         if not found:
             raise HarnessError(_unknown(file, name))

@@ -35,7 +35,7 @@ class Session:
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what is meant; plan, run and submit share them."""
-    parser.add_argument("names", nargs="*", metavar="SUITE", help="suites, claims, test files or test ids")
+    parser.add_argument("names", nargs="*", metavar="SUITE", help="suites, claims (or their first words), test files")
     parser.add_argument("--cluster", default="local", help="a cluster profile: its name or its path")
     parser.add_argument("--all", action="store_true", help="run what is settled at this tree, too")
     parser.add_argument("--stale", action="store_true", help="list only what must be run again, cheapest first")

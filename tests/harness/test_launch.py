@@ -99,6 +99,34 @@ def test_stall(toy, tmp_path):
     assert "in barrier" in (attempt / "rank0.log").read_text()
 
 
+GLOO = '''
+"""Four real ranks in a collective, one of which does not come."""
+import time
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.mark.ranks(4)
+def test_meet():
+    if dist.get_rank() == 2:
+        time.sleep(1000)
+    dist.barrier()
+'''
+
+
+@pytest.mark.slow
+def test_hang_in_a_collective(toy):
+    """Ranks that wait in gloo are not blamed: the one that does not come is, while they still wait."""
+    toy.write("suites/meet.py", GLOO)
+    toy.claim("toy.meet", "suites/meet.py::test_meet", topology="toy4")
+    run_dir = toy.planned("toy.meet")
+    toy.launch(run_dir, "toy4.meet.0", environment={"OMP_NUM_THREADS": "1"}, stall_s=15).communicate(timeout=240)
+    record = load(run_dir / "jobs" / "toy4.meet.0" / "attempts" / "0" / "launch.json", LaunchRecord)
+    assert [fault.rank for fault in record.faults] == [2]
+    assert "rank 2 holds the job up in suites/meet.py::test_meet, at meet.py:" in record.fault.text
+
+
 def test_job_limit(toy, tmp_path):
     """A job over its own limit is ended, and the rank that held it up is named."""
     record, code, _ = finish(toy, "time.sleep(1000)", tmp_path, timeout_s=10, stall_s=60, grace_s=1)

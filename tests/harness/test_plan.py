@@ -79,9 +79,9 @@ def test_unknown_name(toy, tmp_path):
         planned(toy, tmp_path, "quik")
 
 
-@pytest.mark.parametrize("name", ["quick", "toy.double", "suites/toy.py", "suites/toy.py::test_double"])
+@pytest.mark.parametrize("name", ["quick", "toy", "toy.double", "suites/toy.py", "suites/toy.py::test_double"])
 def test_names(toy, tmp_path, name):
-    """A suite, a claim, a file and a test each select the claim."""
+    """A suite, a family of claims, a claim, a file and a test each select the claim."""
     assert cell(planned(toy, tmp_path, name)).action == "run"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from k3.checkpoint.release import Release
 from k3.checkpoint.source import Source
 from k3.ops import mxfp4
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22  # one buffer a shard, small enough for a cache
 STRUCTURES = {
     "routed experts": EXPERTS,
     "shared experts": "block_sparse_moe.shared_experts.",
@@ -146,27 +146,28 @@ class Finished:
 def _check_shard(source: Source, release: Release, file: str, names: list[str], sample: set[str]) -> Counter[str]:
     """Check one shard in the order of its bytes; return tensors by structure and transform."""
     covered: Counter[str] = Counter()
-    with (source.folder / file).open("rb", buffering=0) as shard:
+    with (source.folder / file).open("rb", buffering=0) as opened:
+        shard = OpenShard(opened, bytearray(CHUNK_BYTES))
         for name in names:
             transform = _check_tensor(source, release, shard, name, name in sample)
             covered[f"{structure_of(name, release)}|{transform}"] += 1
     return covered
 
 
-def _check_tensor(source: Source, release: Release, shard: BinaryIO, name: str, sampled: bool) -> str:
+def _check_tensor(source: Source, release: Release, shard: OpenShard, name: str, sampled: bool) -> str:
     entry = source.stored[name]
     if name.endswith("_packed") and entry.dtype == "U8":
-        for _ in _chunks(shard, entry, name):
+        for _ in shard.chunks(entry, name):
             pass
         return "mxfp4 codes"
     if name.endswith("_scale") and entry.dtype == "U8":
         _check_pair(source, shard, name.removesuffix("_scale"), sampled)
         return "mxfp4 scales, through the codec" if sampled else "mxfp4 scales, by table"
     if name.endswith(".A_log"):
-        _check_a_log(b"".join(bytes(c) for c in _chunks(shard, entry, name)), entry, name, release.config.kda_num_heads)
+        _check_a_log(shard.whole(entry, name), entry, name, release.config.kda_num_heads)
         return "cut and padded"
     dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[entry.dtype]
-    for chunk in _chunks(shard, entry, name):
+    for chunk in shard.chunks(entry, name):
         public = torch.frombuffer(chunk, dtype=dtype)
         native = torch.empty_like(public).copy_(public)
         if not torch.equal(native.view(torch.uint8), public.view(torch.uint8)):
@@ -174,41 +175,50 @@ def _check_tensor(source: Source, release: Release, shard: BinaryIO, name: str, 
     return f"{entry.dtype} kept"
 
 
-def _chunks(shard: BinaryIO, entry: Stored, name: str) -> Iterator[bytearray]:
-    """The bytes of a tensor in order, in pieces that stay small."""
-    shard.seek(entry.begin)
-    left = entry.end - entry.begin
-    while left:
-        chunk = bytearray(min(left, CHUNK_BYTES))
-        if shard.readinto(chunk) != len(chunk):
-            raise CheckpointError(f"{entry.file}: {name} ends early; fetch the shard again")
-        left -= len(chunk)
-        yield chunk
+class OpenShard(NamedTuple):
+    """A shard being read through one buffer."""
+
+    file: BinaryIO
+    buffer: bytearray
+
+    def chunks(self, entry: Stored, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor in order, in pieces that are valid until the next one."""
+        self.file.seek(entry.begin)
+        left = entry.end - entry.begin
+        while left:
+            chunk = memoryview(self.buffer)[: min(left, len(self.buffer))]
+            if self.file.readinto(chunk) != len(chunk):
+                raise CheckpointError(f"{entry.file}: {name} ends early; fetch the shard again")
+            left -= len(chunk)
+            yield chunk
+
+    def whole(self, entry: Stored, name: str) -> bytearray:
+        """All bytes of a tensor, for small ones."""
+        return bytearray().join(self.chunks(entry, name))
 
 
-def _check_a_log(data: bytes, entry: Stored, name: str, heads: int) -> None:
+def _check_a_log(data: bytearray, entry: Stored, name: str, heads: int) -> None:
     """Cut to the live heads as the loader does, pad as the saver does."""
-    public = torch.frombuffer(bytearray(data), dtype=torch.float32)
+    public = torch.frombuffer(data, dtype=torch.float32)
     again = torch.nn.functional.pad(public[:heads].clone(), (0, entry.shape[0] - heads))
     if not torch.equal(again.view(torch.uint8), public.view(torch.uint8)):
         raise CheckpointError(f"{entry.file}: {name} has values behind its {heads} heads; loading would drop them")
 
 
-def _check_pair(source: Source, shard: BinaryIO, stem: str, sampled: bool) -> None:
+def _check_pair(source: Source, shard: OpenShard, stem: str, sampled: bool) -> None:
     """Send a pair through the codec where its scales, or the sample, ask for it."""
     entry = source.stored[stem + "_scale"]
-    data = bytearray().join(_chunks(shard, entry, stem + "_scale"))
-    scale = torch.frombuffer(data, dtype=torch.uint8)
-    if not sampled and bool(exact_scales()[torch.unique(scale).long()].all()):
+    scale = torch.frombuffer(shard.whole(entry, stem + "_scale"), dtype=torch.uint8)
+    if not sampled and not (torch.bincount(scale, minlength=256).bool() & ~exact_scales()).any():
         return
-    codes = bytearray().join(_chunks(shard, source.stored[stem + "_packed"], stem + "_packed"))
+    codes = shard.whole(source.stored[stem + "_packed"], stem + "_packed")
     packed = torch.frombuffer(codes, dtype=torch.uint8).view(-1, mxfp4.BLOCK // 2)
     again = mxfp4.pack_like(mxfp4.unpack(packed, scale[:, None]), scale[:, None])
     wrong = (again[0] != packed).any(1) | (again[1][:, 0] != scale)
     if wrong.any():
         block = int(wrong.nonzero()[0])
         raise CheckpointError(
-            f"{entry.file}: {stem}_packed does not survive decoding and packing in block {block} (scale {scale[block]})"
+            f"{entry.file}: {stem}_packed does not survive decoding and packing in block {block} (scale {int(scale[block])})"
         )
 
 

@@ -98,7 +98,7 @@ def test_source_scale_is_dropped_where_it_does_not_fit():
     """A block whose values are not all representable under the source scale is packed by the rule instead."""
     weight = torch.full((1, 64), 3.0)
     weight[0, 5] = 2.9  # the first block only
-    packed, scale = mxfp4.pack_like(weight, torch.full((1, 2), 126, dtype=torch.uint8))
+    packed, scale = mxfp4.pack_like(weight, torch.full((1, 2), 127, dtype=torch.uint8))  # the rule would take 126
     expected = mxfp4.pack(weight, "even")
-    assert scale.tolist() == [[expected[1][0, 0].item(), 126]]
+    assert expected[1].tolist() == [[126, 126]] and scale.tolist() == [[126, 127]]
     assert torch.equal(packed[:, :16], expected[0][:, :16])

@@ -2,8 +2,9 @@
 
 The folder is the cluster profile's `cache_folders.TRITON_CACHE_DIR`. Three stages run the GPU suites themselves, so
 what is warm is exactly what jobs will ask for: workers compile every candidate side by side, one process measures
-them alone, and a last warm run shows which entries are used; the rest is deleted. `tuned.json` says for which GPU and
-toolchain the folder was made.
+them alone, benchmarks first, and a last warm run shows which entries are used; the rest is deleted. `fla/` below the
+folder holds the choices in fla's own form, which serve packed batches and states too; the profile's environment turns
+them on with FLA_CACHE_MODE=full and FLA_CONFIG_DIR. `tuned.json` says for which GPU and toolchain this was made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from harness.spec import HarnessError
 from ledger import claimfile
 
 VARIABLE = "TRITON_CACHE_DIR"
-NOTE = "tuned.json"
+NOTE, FLA = "tuned.json", "fla"
 INTERMEDIATE = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # four fifths of the bytes of an entry
 PLUGINS = ("pytest_timeout", "pytest_benchmark.plugin", "suites.warm")
 LARGE = "not 32768 and not 4096"  # in the compiling stage: the same kernels as shorter ones, times their memory
@@ -50,8 +51,9 @@ def command(options: argparse.Namespace) -> int:
     started = time.monotonic()
     compile_all(files, folder, options.workers)
     _stage("measure", started)
-    if code := run_tests(files, folder):
+    if code := run_tests(sorted(files, key=lambda file: "bench" not in file), folder):
         return code
+    write_fla_configs(folder)
     _stage("replay", started)
     trace, began = folder / "used.txt", time.monotonic()
     trace.unlink(missing_ok=True)
@@ -102,7 +104,7 @@ def run_tests(files: list[str], folder: Path, warm: str = "") -> int:
 def _start(files: list[str], folder: Path, warm: str, more: list[str] = ()) -> subprocess.Popen:
     switches = ["-oaddopts=", "-q", "--no-header", "-pno:cacheprovider", *(f"-p{name}" for name in PLUGINS)]
     env = os.environ | {VARIABLE: str(folder), "K3_WARM": warm, "FLA_CACHE_RESULTS": "0" if "compile" in warm else "1"}
-    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FLA_CACHE_MODE": "full", "FLA_CONFIG_DIR": str(folder / FLA)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if "compile" in warm else {}
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", *switches, "--benchmark-disable", *more, *files], env=env, **quiet
@@ -112,7 +114,7 @@ def _start(files: list[str], folder: Path, warm: str, more: list[str] = ()) -> s
 def prune(folder: Path, used: set[str]) -> None:
     """Delete cache entries that the warm run did not look up, and of the others what a launch does not read."""
     for entry in folder.iterdir():
-        if entry.is_dir() and entry.name not in used:
+        if entry.is_dir() and entry.name not in used and entry != folder / FLA:
             shutil.rmtree(entry)
     for path in folder.glob("*/*"):
         if path.suffix in INTERMEDIATE:
@@ -121,12 +123,41 @@ def prune(folder: Path, used: set[str]) -> None:
 
 def digest(folder: Path) -> str:
     """Hash of every tuned choice in the cache: kernel, key and the fastest configuration."""
-    lines = []
-    for path in folder.glob("*/*.autotune.json"):
-        found = json.loads(path.read_text())
-        best = min(found["configs_timings"], key=lambda pair: pair[1])[0]
-        lines.append(json.dumps([path.name, found["key"], best], sort_keys=True))
+    lines = [json.dumps([name, key, best], sort_keys=True) for name, key, best, _ in tuned(folder)]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def tuned(folder: Path) -> list[tuple[str, list, dict, float]]:
+    """Every tuned choice in the cache: kernel, key, the fastest configuration, and its milliseconds."""
+    found = []
+    for path in sorted(folder.glob("*/*.autotune.json")):
+        record = json.loads(path.read_text())
+        best, times = min(record["configs_timings"], key=lambda pair: _median(pair[1]))
+        found.append((path.name.removesuffix(".autotune.json"), record["key"], best, _median(times)))
+    return found
+
+
+def write_fla_configs(folder: Path) -> None:
+    """One file a kernel in fla's form: every key with its choice, and for other keys the choice of the longest run."""
+    (folder / FLA).mkdir(exist_ok=True)
+    kernels: dict[str, list] = {}
+    for name, key, best, took in tuned(folder):
+        kernels.setdefault(name, []).append((took, key, best))
+    for name, choices in kernels.items():
+        entries = {_key_hash(key): {"autotune_key": key, "config": best} for _, key, best in choices}
+        longest = max(choices, key=lambda choice: choice[0])[2]
+        text = json.dumps({"kernel_name": name, "autotune_entries": entries, "default_config": longest}, indent=1)
+        (folder / FLA / f"{name}.json").write_text(text + "\n")
+
+
+def _key_hash(key: list) -> str:
+    """fla's own hash of a tuning key (`fla.ops.utils.cache.AutotuneKey.key_hash`)."""
+    return hashlib.md5(json.dumps(key, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+
+
+def _median(times: float | list[float]) -> float:
+    """Triton records median, 20% and 80% quantile, or one number."""
+    return times[0] if isinstance(times, list) else times
 
 
 def size_bytes(folder: Path) -> int:

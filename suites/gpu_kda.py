@@ -15,7 +15,7 @@ from suites.gpu_common import Draw, exact_float32, gradients, leaves, on_gpu, pa
 pytestmark = on_gpu
 H, K, BOUND, HEADS = 96, 128, -5.0, [0, 41, 95]
 FORWARD, BACKWARD = 1e-2, 3e-2
-LENGTHS = [1, 2, 63, 64, 65, 1000, 4096, 32768]
+LENGTHS = [4096, 32768, 1000, 65, 64, 63, 2, 1]  # a long one first: whatever is not tuned yet tunes itself there
 DOCUMENTS = [1, 2, 3, 63, 1, 64, 65, 3, 2, 796]
 LIMITS = {"o": FORWARD, "state": FORWARD} | {
     f"d{name}": BACKWARD for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start")
@@ -134,7 +134,7 @@ def test_strided_inputs():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("length", [1, 2, 65])
+@pytest.mark.parametrize("length", [65, 2, 1])
 def test_recurrent(length):
     """The decode kernel continues a state as the rule does; it keeps the normalised keys in float32."""
     x = draw(length)

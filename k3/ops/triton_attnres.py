@@ -1,8 +1,8 @@
 """The Attention-Residual mix as one Triton kernel each way; `k3.ops.attnres` owns the definition and the choice.
 
-A program holds one token and walks its sources, two at a time forward and with the next on its way backward. Every source is
-reached through its own pointer, read once forward and, backward, once more from cache when the softmax gradient is
-known; nothing is stacked or copied. Gradients of the score weights leave one partial row per program.
+A program holds one token and walks its sources, two at a time forward and with the next on its way backward. Every
+source is reached through its own pointer, read once forward and, backward, once more from cache when the softmax
+gradient is known; nothing is stacked or copied. Gradients of the score weights leave one partial row per program.
 """
 
 import torch

@@ -1,17 +1,21 @@
 """Context parallelism against one rank: headwise and state, rows and packed documents, outputs and every gradient."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from k3.parallel import ParallelState, collectives, connect, context_layout
 from k3.protocol import ImplConfig, build_model
 from k3.sequence import SequenceLayout, pack_rows, unpack_thd_forward_output
-from suites.goldens import relative
+from suites import oracle, oracle_weights
+from suites.goldens import Golden, relative
 from suites.par_common import BOTH, LIMIT, batch, check, check_experts, one_rank, par6, part, run_part
 from suites.ranks import device
 
-# Lengths before padding: one token, shorter than the four taps, and long ones that cross every boundary.
-DOCUMENTS = (1, 3, 37, 2, 9, 1, 20)
+# 80 tokens before padding: documents of one token, shorter than the four taps, across boundaries of 2, 4 and 8 equal
+# shares, begun at a boundary, and begun one or two tokens before one, so that a convolution's history is cut short.
+DOCUMENTS = (1, 3, 16, 19, 9, 1, 9, 22)
 MODES = ("headwise", "state")
 SIZES = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"cp{n}") for n in (1, 2, 4, 8)]
 
@@ -69,6 +73,21 @@ def test_rows(rows, mode, size, dtype):
 def test_packed(packed, mode, size, dtype):
     """Packed documents, some of one token and some across every boundary, give one rank's results."""
     compare(packed, mode, size, dtype)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_is_plain(mode):
+    """With cp_size 1 the layout is the plain one, and its packed logits are the oracle's, document by document."""
+    config, state = par6()
+    text = Golden("par6").text
+    ids, _, bounds = packed_batch(config, mode, 1)
+    model = part(config, state, ParallelState())
+    layout = context_layout(model.parallel, mode, ids.shape[1], bounds)
+    assert type(layout) is SequenceLayout
+    tensors = oracle_weights.draw(text, 5)
+    wanted = [oracle.forward(tensors, text, ids[:, a:b]) for a, b in pairwise(bounds.tolist())]
+    relative(model(ids.to(device()), layout=layout)["logits"].cpu(), torch.cat(wanted, dim=1), 1e-9, "logits")
 
 
 @pytest.mark.ranks(4)

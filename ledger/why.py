@@ -138,7 +138,8 @@ def _print_cell(cell: dict) -> None:
     print(f"\n{cell['topology']}: {cell['state']}" + (f", {cell['reason']}" if cell["reason"] else ""))
     if "closure" not in cell:
         return
-    print(f"  ran        {cell['device']}, {cell['ranks']} ranks, transport {cell['transport']}, {cell['toolchain']}")
+    ranks = "1 rank" if cell["ranks"] == 1 else f"{cell['ranks']} ranks"
+    print(f"  ran        {cell['device']}, {ranks}, transport {cell['transport']}, {cell['toolchain']}")
     print(
         f"  run        {cell['run']}, {cell['tests_planned']} tests, {cell['duration_s']} s"
         + _listed(", jobs ", cell["jobs"])

@@ -74,7 +74,13 @@ def test_show_lists_and_details(ask, clean):
 def test_why_prints_the_whole_chain(ask):
     """Claim, tests, ranks, job, scheduler's word, closure, path, kill rate, reach, and what would revoke it."""
     text = ask("why", "kda.golden")[1]
-    parts = ["claim      kda.golden", "suites/kda_suite.py::test_grad", "cpu1: proven", "1 ranks", "cpu1.kda.golden"]
+    parts = [
+        "claim      kda.golden",
+        "suites/kda_suite.py::test_grad",
+        "cpu1: proven",
+        "cpu, 1 rank, ",
+        "cpu1.kda.golden",
+    ]
     parts += ["local executor", "k3/kda.py: <module>, kda", "paths      torch.kda", "kill rate", "revoked by a change"]
     assert [part for part in [*parts, "validated on  torch 2.13.0+cpu"] if part not in text] == []
     assert ask("why", "kda")[1].strip().endswith("did you mean kda.golden")

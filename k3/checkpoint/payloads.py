@@ -218,7 +218,7 @@ def _check_pair(source: Source, shard: OpenShard, stem: str, sampled: bool) -> N
     if wrong.any():
         block = int(wrong.nonzero()[0])
         raise CheckpointError(
-            f"{entry.file}: {stem}_packed does not survive decoding and packing in block {block} (scale {int(scale[block])})"
+            f"{entry.file}: {stem}_packed does not survive decoding and packing: block {block}, scale {int(scale[block])}"
         )
 
 

@@ -217,9 +217,8 @@ def _check_pair(source: Source, shard: OpenShard, stem: str, sampled: bool) -> N
     wrong = (again[0] != packed).any(1) | (again[1][:, 0] != scale)
     if wrong.any():
         block = int(wrong.nonzero()[0])
-        raise CheckpointError(
-            f"{entry.file}: {stem}_packed does not survive decoding and packing: block {block}, scale {int(scale[block])}"
-        )
+        where = f"block {block}, scale {int(scale[block])}"
+        raise CheckpointError(f"{entry.file}: {stem}_packed does not survive decoding and packing: {where}")
 
 
 @cache

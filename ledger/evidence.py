@@ -98,13 +98,15 @@ def _entries(run: Run) -> Iterator[dict]:
 
 
 def _needed(run: Run, names: list[str]) -> dict[str, str]:
-    """The part of the tree that verdicts need: what closures name, and all of it once one is missing."""
+    """The part of the tree that verdicts need: what closures name, and once one is missing, what a crash is charged to."""
+    used = set().union(*(run.closures[name] for name in names)) if names else set()
     planned = sum(len(e.tests) * e.topology.ranks for e in run.record.expected if e.job in run.jobs)
     attempts = {(stream.job, stream.attempt) for stream in run.streams}
     rows = sum(len(stream.tests) for stream in run.streams)
     if rows < planned or len(attempts) > len(run.jobs) or not all(run.closures[name] for name in names):
-        return run.tree
-    used = set().union(*(run.closures[name] for name in names)) if names else set()
+        files = {test.split("::")[0] for e in run.record.expected for test in e.tests}
+        crash = {key for key in run.tree if key.split("::")[0] in files or not run.record.sabotage}
+        used |= crash
     return {key: value for key, value in run.tree.items() if key in used}
 
 

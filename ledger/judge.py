@@ -168,11 +168,14 @@ class _Cell:
         tree = self.run.tree
         files = {test.split("::")[0] for tests in self.tests.values() for test in tests}
         whole = {key for key in tree if key.startswith("k3/") or key.split("::")[0] in files}
+        known = self.known or whole
+        if self.run.record.sabotage:  # counts while the tests are the same; the product is wrong on purpose
+            known = {key for key in whole if key.split("::")[0] in files}
         cut_short = any(one.outcomes[t] == "lost" for found in self.examined.values() for one in found
                         for t in one.outcomes if selected_by(self.patterns, t))  # fmt: skip
         merged = self.pieces()
         if cut_short or not merged:
-            merged |= {key: tree[key] for key in (self.known or whole) if key in tree}
+            merged |= {key: tree[key] for key in known if key in tree}
         return self.keep(merged)
 
     def keep(self, merged: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,19 @@ def load_hf_weights(
     """
     started = time.monotonic()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    tensors = native_tensors(chunks)
-    with Source.open(folder) as source:
-        report = LoadReport(ignored=source.check(config))
-        _check_model(chunks, tensors, config)
-        plan = list(slots(tensors, config, parallel_state))
-        _check_dtypes(source, plan)
-        _check_padding(source, plan, config)
-        report.largest_tensor_bytes = max(t.nbytes for t in tensors.values())
+    with ExitStack() as opened:
+        with _same_fate(parallel_state):
+            tensors = native_tensors(chunks)
+            source = opened.enter_context(Source.open(folder))
+            report = LoadReport(
+                ignored=source.check(config), largest_tensor_bytes=max(t.nbytes for t in tensors.values())
+            )
+            _check_model(chunks, tensors, config)
+            plan = list(slots(tensors, config, parallel_state))
+            _check_dtypes(source, plan)
+            _check_padding(source, plan, config)
         with (
-            _unusable_on_failure(tensors, parallel_state),
+            _same_fate(parallel_state, undo=lambda: poison(tensors.values())),
             show(progress, sum(slot.tensor.nbytes for slot in plan), "load") as bar,
         ):
             _fill(source, plan, tensors, report, bar)
@@ -146,20 +149,20 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _unusable_on_failure(tensors: dict[str, torch.Tensor], parallel_state: Any) -> Iterator[None]:
-    """Poison every rank's model when any rank fails inside the block; ranks agree where a mesh connects them."""
+def _same_fate(parallel_state: Any, undo: Callable[[], None] | None = None) -> Iterator[None]:
+    """When the block fails on any rank, undo it and raise on all; ranks agree where a mesh connects them."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
     failed = _failed_ranks(failure, parallel_state)
-    if failed:
-        poison(tensors.values())
+    if failed and undo is not None:
+        undo()
     if failure is not None:
         raise failure
     if failed:
-        raise CheckpointError(f"loading failed on ranks {failed}; the model is unusable on every rank: load it again")
+        raise CheckpointError(f"loading failed on ranks {failed}, so it failed on all; see their errors")
 
 
 def _failed_ranks(failure: Exception | None, parallel_state: Any) -> list[int]:

@@ -104,7 +104,8 @@ def run_tests(files: list[str], folder: Path, warm: str = "") -> int:
 def _start(files: list[str], folder: Path, warm: str, more: list[str] = ()) -> subprocess.Popen:
     switches = ["-oaddopts=", "-q", "--no-header", "-pno:cacheprovider", *(f"-p{name}" for name in PLUGINS)]
     env = os.environ | {VARIABLE: str(folder), "K3_WARM": warm, "FLA_CACHE_RESULTS": "0" if "compile" in warm else "1"}
-    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FLA_CACHE_MODE": "full", "FLA_CONFIG_DIR": str(folder / FLA)}
+    mode = "full" if warm.startswith("trace") else "disabled"  # old choices must not stand in for a measurement
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FLA_CACHE_MODE": mode, "FLA_CONFIG_DIR": str(folder / FLA)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if "compile" in warm else {}
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", *switches, "--benchmark-disable", *more, *files], env=env, **quiet

@@ -65,8 +65,10 @@ def classify(row: Row, reports: tuple[LaunchRecord, ...] = (), log: str = "") ->
 
 def _out_of_memory(row: Row, log: str) -> bool:
     steps = any(step.state == "OUT_OF_MEMORY" or step.signal == OOM_SIGNAL for step in row.steps)
+    # Of a job that was started again the derived code is still the first attempt's: its own steps tell.
+    derived = not row.steps and row.derived[1] == OOM_SIGNAL
     words = row.state == "FAILED" and any(word in log.lower() for word in OOM_WORDS)
-    return row.state == "OUT_OF_MEMORY" or steps or row.derived[1] == OOM_SIGNAL or words
+    return row.state == "OUT_OF_MEMORY" or steps or derived or words
 
 
 def _memory_reason(row: Row) -> str:

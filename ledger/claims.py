@@ -43,12 +43,11 @@ def open_judge(
 
 def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None, use_cache: bool = True) -> Facts:
     """Facts of the ledger and of the evidence folder, as asked; a ledger that was named must exist."""
-    from ledger.db import connect_read
     from ledger.state import ledger_path
 
     found = Facts()
     if ledger is not None or (evidence is None and ledger_path().is_file()):
-        found = from_ledger(connect_read(ledger), root / "ledger" / "keys")
+        found = from_ledger(ledger, root / "ledger" / "keys")
     return found if evidence is None else merge(found, from_evidence(Path(evidence), use_cache))
 
 

@@ -98,7 +98,7 @@ def _entries(run: Run) -> Iterator[dict]:
 
 
 def _needed(run: Run, names: list[str]) -> dict[str, str]:
-    """The part of the tree that verdicts need: what closures name, and once one is missing, what a crash is charged to."""
+    """The part of the tree that verdicts need: what closures name, and what a crash is charged to if there was one."""
     used = set().union(*(run.closures[name] for name in names)) if names else set()
     planned = sum(len(e.tests) * e.topology.ranks for e in run.record.expected if e.job in run.jobs)
     attempts = {(stream.job, stream.attempt) for stream in run.streams}

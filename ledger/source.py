@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ledger.db import connect_read
 from ledger.facts import Fact
 from ledger.record import Record
 from ledger.state import state_dir
@@ -59,21 +60,23 @@ LATEST = """
 """
 
 
-def from_ledger(connection: sqlite3.Connection, keys: Path) -> Facts:
+def from_ledger(path: Path | str | None, keys: Path) -> Facts:
     """The latest fact of each kind per cell: kinds differ in outcome, closure, toolchain, witness or sabotage.
 
     A fact that came with an imported evidence file is sealed by the keys of the folder `keys` that signed the file.
     """
     found = Facts()
     decoder = msgspec.json.Decoder(Fact)
-    rows = connection.execute(LATEST).fetchall()
-    seals = {source: _seals(connection, source, keys) for source in {row[1] for row in rows}}
+    with contextlib.closing(connect_read(path)) as connection:
+        rows = connection.execute(LATEST).fetchall()
+        seals = {source: _seals(connection, source, keys) for source in {row[1] for row in rows}}
     found.add(
         Sourced(fact=decoder.decode(body), keys=seals[source][0], clusters=seals[source][1]) for body, source, _ in rows
     )
 
     def load(name: str) -> dict[str, str] | None:
-        row = connection.execute("SELECT body FROM blob WHERE digest = ?", (name,)).fetchone()
+        with contextlib.closing(connect_read(path)) as connection:
+            row = connection.execute("SELECT body FROM blob WHERE digest = ?", (name,)).fetchone()
         return json.loads(row[0]) if row else None
 
     found.loaders.append(load)

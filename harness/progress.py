@@ -70,17 +70,18 @@ class Board:
 def matrix(console: Console, statuses: Iterable[ClaimStatus], published: Iterable[ClaimStatus], wanted: set) -> None:
     """The selected cells as this machine knows them, beside what is published in ledger/evidence."""
     elsewhere = {(status.id, status.topology): status for status in published}
-    columns = ("claim", "where", "here", "published", "transport", "witness", "with")
-    table = Table(*columns, box=box.SIMPLE_HEAD)
-    for status in statuses:
-        key = (status.id, status.topology)
-        if key in wanted:
-            other = elsewhere.get(key)
-            state = f"[{COLOURS.get(status.state, 'white')}]{status.state}[/]"
-            where = f"{status.device} x{status.ranks}"
-            table.add_row(status.id, where, state, other.state if other else "", status.transport, status.witness,
-                          status.toolchain)  # fmt: skip
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("claim", "where", "here", "published", "witness"):
+        table.add_column(column, no_wrap=True)
+    selected = [status for status in statuses if (status.id, status.topology) in wanted]
+    for status in selected:
+        other = elsewhere.get((status.id, status.topology))
+        state = f"[{COLOURS.get(status.state, 'white')}]{status.state}[/]"
+        where = f"{status.device} x{status.ranks} {status.transport}".removesuffix(" none").strip()
+        table.add_row(status.id, where, state, other.state if other else "", status.witness)
     console.print(table)
+    for toolchain in sorted({status.toolchain for status in selected if status.toolchain}):
+        console.print(f"with {toolchain}", soft_wrap=True)
 
 
 def sentences(statuses: Iterable[ClaimStatus], cells: Iterable[Cell]) -> list[str]:

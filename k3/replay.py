@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from k3.moe import Router
-from k3.sequence import pack_rows
+from k3.sequence import pack_rows, unpack_thd_forward_output
+
+__all__ = [
+    "pack_r3_replay_mask",
+    "pack_routed_experts",
+    "record_routing",
+    "replay_routing",
+    "router_replay_roots",
+    "unpack_thd_forward_output",
+]
 
 
 def router_replay_roots(models: nn.Module | Sequence[nn.Module]) -> dict[int, Router]:

@@ -69,7 +69,11 @@ def test_moe(race):  # noqa: F811
     layer = built(LatentMoE(CONFIG, device=DEVICE, dtype=DTYPE))
     once = sum(p.numel() for name, p in layer.named_parameters() if p.ndim == 2 and name != "gate.weight")
     expert = sum(p[0].numel() for p in (layer.experts.w1, layer.experts.w2, layer.experts.w3))
-    eager = step(layer)
+    eager, x = step(layer), torch.randn(1, T, CONFIG.hidden_size, device=DEVICE).to(DTYPE)
+    with torch.no_grad(), eager_operations():
+        wanted = layer(x)
+    with torch.no_grad():
+        assert ratio(layer(x), wanted) < 1e-2
 
     def in_eager():
         with eager_operations():

@@ -43,18 +43,20 @@ def _torch(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, 
 
 
 def _triton(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
+    sources = _in_place(sources)
     from k3.ops.triton_attnres import mix
 
     announce("triton.attnres")
-    return mix(_in_place(sources), norm_weight, proj_weight.view(-1), eps)
+    return mix(sources, norm_weight, proj_weight.view(-1), eps)
 
 
 def _fla(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
     """fla's Triton kernel: every source is read once forward, through its own pointer; it takes no strided source."""
+    sources = _in_place(sources)
     from fla.ops.attnres import fused_attnres
 
     announce("fla.attnres")
-    return fused_attnres(proj_weight.view(-1), _in_place(sources), norm_weight, rms_eps=eps)
+    return fused_attnres(proj_weight.view(-1), sources, norm_weight, rms_eps=eps)
 
 
 def _in_place(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -62,6 +64,8 @@ def _in_place(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     bad = [i for i, source in enumerate(sources) if not source.is_contiguous() or source.data_ptr() % 16]
     if bad:
         raise ValueError(f"AttnRes sources {bad} are strided or unaligned and would be copied; use backend='torch'")
+    if not sources[0].is_cuda:
+        raise ValueError(f"AttnRes kernels run on CUDA and the sources are on {sources[0].device}; use backend='torch'")
     return tuple(sources)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from k3 import K3Model, qat
 from k3.checkpoint import export_hf_weights, load_hf_weights, save_hf_weights
+from k3.checkpoint.release import Release
 from suites import ckpt_folders as folders
 from suites.ckpt_folders import LAYER, MOE, STRUCTURES
 
@@ -118,5 +119,10 @@ def test_shard_rules(structure, tmp_path):
     for name in folders.of(structure, cut):
         if name.endswith("_packed"):
             assert cut[name] == cut[name.removesuffix("_packed") + "_scale"]
+    for limit in range(16_000, 26_000, 500):
+        for names in (set(shard.names) for shard in Release(model.config, "mxfp4").shards(limit)):
+            assert {n.removesuffix("_packed") for n in names if n.endswith("_packed")} == {
+                n.removesuffix("_scale") for n in names if n.endswith("_scale")
+            }
     both = [folders.of(structure, folders.raw(tmp_path / kind)) for kind in ("whole", "cut")]
     folders.assert_same_bytes(*both)

@@ -43,7 +43,7 @@ def question(run: Run, job: JobRecord, one: Examined) -> Word:
         return Word(
             level="T0", disagreements=(f"no row of job {one.attempt.scheduler_id} was submitted when this was",)
         )
-    faults = [*_of_attempt(run, job, one, row), *_of_ranks(one, row, index), *_of_devices(one, row)]
+    faults = [*_of_attempt(run, job, one, row, index), *_of_ranks(one, row, index), *_of_devices(one, row)]
     if faults:
         return Word(level="T0", disagreements=tuple(faults))
     return Word(level="T1", note=f"sacct: job {row['JobID']} {row['State']} {row['ExitCode']} on {row['NodeList']}")
@@ -91,7 +91,7 @@ def _attempt_row(rows: list[dict], one: Examined) -> tuple[int, dict | None]:
     return 0, None
 
 
-def _of_attempt(run: Run, job: JobRecord, one: Examined, row: dict) -> list[str]:
+def _of_attempt(run: Run, job: JobRecord, one: Examined, row: dict, index: int) -> list[str]:
     """The collector's summary and the plan against the raw row."""
     attempt, topology = one.attempt, job.topology
     nodes, steps = expand_nodes(row.get("NodeList", "")), [_int(s.get("NTasks")) for s in row["steps"]]
@@ -102,8 +102,8 @@ def _of_attempt(run: Run, job: JobRecord, one: Examined, row: dict) -> list[str]
         faults.append(f"it says {state}, the record says {attempt.state}")
     if attempt.exit_code is not None and _int(code) != attempt.exit_code & 0x7F:
         faults.append(f"it says exit code {code}, the record says {attempt.exit_code}")
-    # Of a job that was started again the derived code is still the first attempt's: its own steps tell.
-    ends = [step.get("ExitCode", "") for step in row["steps"]] or [row.get("DerivedExitCode", "")]
+    # Of a job that was started again the derived code is still an earlier attempt's: only its own steps tell.
+    ends = [step.get("ExitCode", "") for step in row["steps"]] + ([] if index else [row.get("DerivedExitCode", "")])
     if attempt.state == "completed" and (bad := [end for end in ends if end not in ("0:0", "")]):
         faults.append(f"a step ended with {bad[0]}, the record says completed")
     if sorted(nodes) != sorted(attempt.nodes):

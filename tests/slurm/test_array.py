@@ -35,7 +35,7 @@ def test_array_survives_its_collector(lab, project, tmp_path):
     """An array is one sbatch; ten killed collectors lose no job and ingest none twice; the last is in at once."""
     names = [f"job{i:03}" for i in range(JOBS)]
     run_dir = project.run(dict.fromkeys(names, "test_ok"))
-    ids = submit(run_dir, lab_profile(memory_gb_per_node=0.1, array_parallelism=64), names)
+    ids = submit(run_dir, lab_profile(array_parallelism=64), names)
     assert len(ids) == 1
     ledger = tmp_path / "ledger.db"
     for _ in range(KILLS):

@@ -35,7 +35,7 @@ def test_array_survives_its_collector(lab, project, tmp_path):
     """An array is one sbatch; ten killed collectors lose no job and ingest none twice; the last is in at once."""
     names = [f"job{i:03}" for i in range(JOBS)]
     run_dir = project.run(dict.fromkeys(names, "test_ok"))
-    ids = submit(run_dir, lab_profile(array_parallelism=64), names)
+    ids = submit(run_dir, lab_profile(array_parallelism=64, retries=2), names)
     assert len(ids) == 1
     ledger = tmp_path / "ledger.db"
     for _ in range(KILLS):
@@ -45,7 +45,7 @@ def test_array_survives_its_collector(lab, project, tmp_path):
         process.wait()
     process = collector(run_dir, ledger)
     assert process.wait(timeout=400) == 0
-    ended = max(stored_record(run_dir / "jobs" / name).attempts[0].ended_at for name in names)
+    ended = max(stored_record(run_dir / "jobs" / name).attempts[-1].ended_at for name in names)
     late = ledger.stat().st_mtime - ended
     check(run_dir, ledger, names)
     print(f"{JOBS} jobs; the last was in the ledger {late:.1f} s after its end")
@@ -53,12 +53,15 @@ def test_array_survives_its_collector(lab, project, tmp_path):
 
 
 def check(run_dir: Path, ledger: Path, names: list[str]) -> None:
-    """Each job ran once, is settled once, and is in the ledger once."""
+    """Each job ended well once, is settled, and is in the ledger once; only machine faults were tried again."""
+    again = 0
     for name in names:
-        record = stored_record(run_dir / "jobs" / name)
-        assert [(attempt.number, attempt.state) for attempt in record.attempts] == [(0, "completed")]
+        *lost, last = stored_record(run_dir / "jobs" / name).attempts
+        assert last.state == "completed" and not last.machine_fault, last
+        assert all(attempt.machine_fault and attempt.state != "completed" for attempt in lost), lost
+        again += len(lost)
     intents = [line for line in journal.read(run_dir) if isinstance(line, journal.Intent)]
-    assert len(intents) == 1
+    assert len(intents) <= 1 + again
     with sqlite3.connect(ledger) as db:
         tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         assert tables

@@ -49,7 +49,7 @@ def mix_sets(count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def mix_contenders(count: int) -> dict:
-    """Our kernel, the definition, and at 9 sources a compiler's; fla's kernel tunes itself for minutes and is left out."""
+    """Our kernel, the definition, at 9 sources a compiler's; fla's tunes itself for minutes and is left out."""
     if not ON_GPU:
         return {"torch.attnres": mix("torch"), "torch, eager": mix("torch")}
     found = {"triton.attnres": mix("triton"), "torch, eager": mix("torch")}

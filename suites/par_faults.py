@@ -14,6 +14,7 @@ from suites.par_common import load_part, par6
 from suites.ranks import GRACE_S, blame, require_passed, run_forked
 
 RANKS, CULPRIT, TIMEOUT_S = 3, 1, 3.0
+SLACK_S = 20.0  # for starting and killing processes on a busy machine; a hang lasts 60 s
 
 
 def ones():
@@ -66,7 +67,7 @@ def test_collective(operation, fault):
     culprit = blame(outcomes)
     assert (culprit.rank, culprit.status) == (CULPRIT, status)
     assert all(outcome.status != "passed" for outcome in outcomes)
-    assert seconds < 2 * TIMEOUT_S + 2 * GRACE_S
+    assert seconds < TIMEOUT_S + GRACE_S + SLACK_S
     with pytest.raises(AssertionError, match=f"rank {CULPRIT} {status}"):
         require_passed(outcomes)
 
@@ -88,7 +89,7 @@ def test_pipeline(fault):
     outcomes, seconds = watch(body)
     assert (blame(outcomes).rank, blame(outcomes).status) == (CULPRIT, status)
     assert all(outcome.status != "passed" for outcome in outcomes)
-    assert seconds < 4 * TIMEOUT_S + 2 * GRACE_S
+    assert seconds < TIMEOUT_S + GRACE_S + SLACK_S
 
 
 def test_early_exit_is_not_a_pass():

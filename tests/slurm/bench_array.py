@@ -31,7 +31,7 @@ def ours(project: Project, ledger: Path, jobs: int, width: int) -> tuple[float, 
     """Seconds from submission until all is in the ledger, and from the last job's end until then."""
     names = [f"job{i:03}" for i in range(jobs)]
     run_dir = project.run(dict.fromkeys(names, "test_ok"))
-    profile = lab_profile(array_parallelism=width)
+    profile = lab_profile(memory_gb_per_node=1, array_parallelism=width)
     slurm.save_cluster(run_dir, profile)
     ended: list[float] = []
 
@@ -52,7 +52,7 @@ def plain(lab: SlurmCluster, folder: Path, jobs: int, width: int) -> float:
     """Seconds for the same number of tasks that only run pytest on the same test."""
     (folder / "noop.py").write_text(NOOP)
     command = f"srun {sys.executable} -m pytest -q -p no:cacheprovider {folder / 'noop.py'}"
-    options = [f"--array=0-{jobs - 1}%{width}", "--mem=409M", "--time=3", "-o", str(folder / "%a.out")]
+    options = [f"--array=0-{jobs - 1}%{width}", "--mem=1G", "--time=3", "-o", str(folder / "%a.out")]
     began = time.time()
     job = lab.run("sbatch", "--parsable", *options, "--wrap", command).strip()
     while lab.run("squeue", "-h", "-j", job, check=False).strip():

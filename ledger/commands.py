@@ -205,13 +205,16 @@ def bench(options: Namespace) -> int:
 
 def _block(root: Path, **sources_and_cache) -> str:
     from ledger.claims import open_judge
+    from ledger.figures import table as figures
     from ledger.matrix import block
     from ledger.windows import flags
 
     judge = open_judge(root, **sources_and_cache)
     found = [judge.status(claim, topology) for claim, topology in judge.claims.cells()]
     judge.tree.save_cache()
-    return block(found, {(s.id, s.topology): flags(s, judge.claims.claims[s.id]) for s in found})
+    claims, published = judge.claims.claims, sources_and_cache.get("evidence")
+    measured = figures(published, found, claims) if published else ()
+    return block(found, {(s.id, s.topology): flags(s, claims[s.id]) for s in found}, measured)
 
 
 def matrix(options: Namespace) -> int:

@@ -23,8 +23,15 @@ class MatrixError(ValueError):
     """A README without a place for the matrix."""
 
 
-def block(statuses: Iterable[ClaimStatus], flags: Mapping[Cell, Sequence[Window]] | None = None) -> str:
-    """Return the block between the markers, markers included. `flags` are the known-bad windows of some cells."""
+def block(
+    statuses: Iterable[ClaimStatus],
+    flags: Mapping[Cell, Sequence[Window]] | None = None,
+    figures: Sequence[str] = (),
+) -> str:
+    """Return the block between the markers, markers included.
+
+    `flags` are the known-bad windows of some cells, `figures` the lines of the table of what proven cells measured.
+    """
     found, flags = list(statuses), flags or {}
     parts = [BEGIN, summary(found)]
     for group, members in groupby(found, key=lambda status: status.id.split(".")[0]):
@@ -32,6 +39,7 @@ def block(statuses: Iterable[ClaimStatus], flags: Mapping[Cell, Sequence[Window]
         parts += [_row(status, flags.get((status.id, status.topology), ())) for status in members]
     used = sorted({str(window) for windows in flags.values() for window in windows})
     parts += ["", *(f"⚠ {text}" for text in used)] if used else []
+    parts += ["", "**figures** (peers: their time over ours)", "", *figures] if figures else []
     parts.append(END)
     return "\n".join(parts) + "\n"
 

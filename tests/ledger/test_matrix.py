@@ -85,6 +85,24 @@ def test_write_then_check(root, spool, ledger, capsys):
     )
 
 
+def test_figures_follow_the_evidence(root, spool, ledger):
+    """A proven cell's numbers are printed with their floor and peers; those of an expired cell are gone."""
+    made = make.run(root, spool)
+    numbers = {"floor_s": 1.0, "peers": {"eager": [8.0, 6.0, 7.0]}}
+    made.lines("test_end")[0]["measures"] = [
+        {"name": "scan", "unit": "s", "direction": "lower", "samples": [3.0, 1.5, 2.0], "shape": "T=8",
+         "dtype": "bfloat16", "context": numbers}
+    ]  # fmt: skip
+    ingest(made.write(), ledger)
+    export.export(root, ledger)
+    main(["matrix", "--write", "--root", str(root)])
+    row = "| `kda.golden` cpu 1 rank | scan | T=8 bfloat16 | 2 s | 2.00x | eager 3.50x |"
+    assert row in (root / "README.md").read_text()
+    make.edit(root, "k3/ops.py", "x + 1", "x + 2")
+    main(["matrix", "--write", "--root", str(root)])
+    assert "| scan |" not in (root / "README.md").read_text()
+
+
 def test_local_results_do_not_reach_the_block(root, spool, ledger):
     """The published matrix ignores this user's ledger."""
     ingest(make.run(root, spool).write(), ledger)

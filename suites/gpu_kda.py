@@ -178,4 +178,4 @@ def test_refuses():
     with pytest.raises(ValueError, match="use torch_chunk"):
         run({name: tensor.cpu() for name, tensor in x.items()}, "fla_chunk")
     with pytest.raises(ValueError, match="head dim"):
-        run(x | {name: x[name][..., :24] for name in "qkg"}, "fla_chunk")
+        run(x | {name: x[name][..., :24] for name in "qkg"} | {"start": x["start"][:, :, :24]}, "fla_chunk")

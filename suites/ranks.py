@@ -117,12 +117,17 @@ def _file_store(folder: str, ranks: int):
 
 
 def _with_group(body, store, rank: int, ranks: int, backend: str, timeout_s: float) -> None:
-    """Run the body inside a fresh process group, with a barrier after its start and before its end."""
+    """Run the body inside a fresh process group, with a barrier after its start and before its end.
+
+    The group is not bound to the rank's GPU: meshes would split a bound one, and the second such split of a process
+    crashes in torch 2.11. NCCL takes the current device instead, which `device` sets.
+    """
     import torch.distributed as dist
 
-    options = {"device_id": device()} if backend == "nccl" else {}
+    if backend == "nccl":
+        device()
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **options)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     try:
         dist.barrier()
         body()

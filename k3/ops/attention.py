@@ -84,6 +84,8 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     """cuDNN's fused attention with its own causal mask: no [T, S] tensor exists; a lone last query sees every key."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if k.shape[1] == 1:  # a lone key takes all the weight; cuDNN has no kernel for it
+        return v
     announce("cudnn.sdpa")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # an unserved shape raises here; nothing else is allowed to serve it

@@ -139,6 +139,8 @@ def save_hf_weights(
                     write_durably(staging / "config.json", json.dumps(hf, indent=2))
                     write_durably(staging / INDEX_FILE, index_text(encoder.release, shards, max_shard_size_bytes))
                     commit.commit(folder, [*(shard.file for shard in shards), "config.json", INDEX_FILE])
+        with _together(encoder.gather):
+            pass  # no rank returns before the first one has given the folder back
     report.duration_s = time.monotonic() - started
     return report
 

@@ -203,16 +203,17 @@ def bench(options: Namespace) -> int:
     return _listing(options, rows)
 
 
-def _block(root: Path, **sources_and_cache) -> str:
+def _block(root: Path, use_cache: bool = True, **sources) -> str:
     from ledger.claims import open_judge
-    from ledger.figures import table as figures
+    from ledger.figures import remembered, table
     from ledger.matrix import block
     from ledger.windows import flags
 
-    judge = open_judge(root, **sources_and_cache)
+    judge = open_judge(root, use_cache=use_cache, **sources)
     found = [judge.status(claim, topology) for claim, topology in judge.claims.cells()]
     judge.tree.save_cache()
-    claims, published = judge.claims.claims, sources_and_cache.get("evidence")
+    claims, published = judge.claims.claims, sources.get("evidence")
+    figures = remembered if use_cache else table
     measured = figures(published, found, claims) if published else ()
     return block(found, {(s.id, s.topology): flags(s, claims[s.id]) for s in found}, measured)
 
@@ -225,7 +226,7 @@ def matrix(options: Namespace) -> int:
     if options.local:
         print(_block(root, ledger=options.ledger), end="")
         return 0
-    text = _block(root, evidence=root / EVIDENCE, use_cache=False)
+    text = _block(root, evidence=root / EVIDENCE, use_cache=not (options.write or options.check))
     readme = root / "README.md"
     if options.write:
         print("README.md rewritten" if blocks.write(readme, text) else "README.md is already right")

@@ -124,22 +124,22 @@ def from_evidence(folder: Path, use_cache: bool = True) -> Facts:
     paths = sorted(Path(folder).glob("*.jsonl"))
     if not paths:
         return Facts()
-    key, file = _folder_key(paths, Path(folder).parent / "keys"), state_dir() / "evidence-1.json"
-    cached = _read_cache(file) if use_cache else None
+    key, file = folder_key(Path(folder)), state_dir() / "evidence-1.json"
+    cached = read_cache(file, Cached) if use_cache else None
     if cached is None or cached.key != key:
         cached = _judged(Path(folder), key)
         if use_cache:
-            _write_cache(file, cached)
+            write_cache(file, cached)
     found = Facts()
     found.add(cached.found)
     found.closures |= cached.closures
     return found
 
 
-def _folder_key(paths: list[Path], keys: Path) -> str:
-    parts = [
-        (path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in (*paths, *sorted(keys.glob("*.json")))
-    ]
+def folder_key(folder: Path) -> str:
+    """A digest of every byte of an evidence folder and of the keys beside it."""
+    paths = [*sorted(folder.glob("*.jsonl")), *sorted((folder.parent / "keys").glob("*.json"))]
+    parts = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -150,14 +150,15 @@ def _judged(folder: Path, key: str) -> Cached:
     return Cached(key=key, found=found, closures={one.fact.closure: closures[one.fact.closure] for one in found})
 
 
-def _read_cache(file: Path) -> Cached | None:
+def read_cache(file: Path, kind: type):
+    """What an earlier command worked out; None if there is nothing readable."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Cached)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _write_cache(file: Path, cached: Cached) -> None:
+def write_cache(file: Path, cached: Record) -> None:
     """A cache that cannot be written costs time, never truth."""
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):

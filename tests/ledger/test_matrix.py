@@ -103,6 +103,21 @@ def test_figures_follow_the_evidence(root, spool, ledger):
     assert "| scan |" not in (root / "README.md").read_text()
 
 
+def test_a_remembered_table_follows_the_tree(root, spool, ledger, capsys):
+    """Printing remembers the figures, and forgets them as soon as their cell is no longer proven."""
+    made = make.run(root, spool)
+    made.lines("test_end")[0]["measures"] = [{"name": "scan", "unit": "s", "direction": "lower", "samples": [2.0]}]
+    ingest(made.write(), ledger)
+    export.export(root, ledger)
+    printed = []
+    for change in ("", "", "x + 2"):
+        if change:
+            make.edit(root, "k3/ops.py", "x + 1", change)
+        main(["matrix", "--root", str(root)])
+        printed.append("| scan |" in capsys.readouterr().out)
+    assert printed == [True, True, False]
+
+
 def test_local_results_do_not_reach_the_block(root, spool, ledger):
     """The published matrix ignores this user's ledger."""
     ingest(make.run(root, spool).write(), ledger)

@@ -41,6 +41,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     margin_min: int = 2  # added to a job's own time-out, so that our launcher ends it first and says why
     warning_s: int = 30  # the scheduler's signal comes this long before its limit
     array_parallelism: int = 64
+    tests_per_job: int = 0  # a suite file with more of them becomes several jobs (shards); 0: one job a file
     sbatch: dict[str, str | int | bool] = {}  # any further sbatch option
     srun_args: tuple[str, ...] = ()
     # how a rank is started on the node
@@ -117,7 +118,7 @@ def parse(raw: dict[str, Any]) -> Cluster:
 def _rules(cluster: Cluster) -> list[str]:
     """What the types alone do not say."""
     numbers = ("gpus_per_node", "cpus_per_rank", "memory_gb_per_node", "max_time_min", "margin_min", "warning_s",
-               "array_parallelism", "retries", "answer_deadline_s", "queue_limit_min")  # fmt: skip
+               "array_parallelism", "tests_per_job", "retries", "answer_deadline_s", "queue_limit_min")  # fmt: skip
     at_least_one = {"cpus_per_rank", "margin_min", "array_parallelism", "answer_deadline_s"}
     faults = [
         f"{name} = {value}: must be {least} or more"

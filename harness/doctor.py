@@ -191,12 +191,13 @@ def _as_a_whole(cluster: Cluster, wait_s: float) -> Iterator[Finding]:
     folder = runs_dir(cluster.spool) / f"doctor-{secrets.token_hex(4)}"
     (folder / "snapshot").mkdir(parents=True)
     try:
-        question = {"nonce": folder.name, "cache_folders": cluster.cache_folders, "variables": [*cluster.environment]}
+        question = {"nonce": folder.name, "cache_folders": cluster.cache_folders}
         (folder / "question.json").write_text(json.dumps(question))
         shutil.copy(Path(__file__).with_name("probe.py"), folder / "probe.py")
         made = slurm.SlurmExecutor(folder=folder / "slurm", max_num_timeout=0, python=slurm.python_of(cluster))
         JobPaths.get_first_id_independent_folder(folder / "slurm").mkdir(parents=True)
-        made.update_parameters(**slurm.parameters(folder, cluster, "k3-doctor", Shape(1, 1, 0, cluster.margin_min)))
+        shape = Shape(1, 1, min(cluster.gpus_per_node, 1), cluster.margin_min)
+        made.update_parameters(**slurm.parameters(folder, cluster, "k3-doctor", shape))
         line = f"{made.python} -u {folder / 'probe.py'} {folder}"
         yield from _would_take(folder, made._make_submission_file_text(line, uid=""))
         if wait_s:
@@ -228,13 +229,15 @@ def _on_a_node(cluster: Cluster, folder: Path, made, line: str, wait_s: float) -
             time.sleep(2)  # the spool may lag behind
             break
         time.sleep(0.5)
+    words = " ".join(path.read_text(errors="replace") for path in sorted((folder / "slurm").glob("*.err"))).strip()
     if not (folder / "answer.json").exists():
         scheduler.ask(["scancel", job_id])
-        words = " ".join(path.read_text(errors="replace") for path in sorted((folder / "slurm").glob("*.err")))
-        yield Finding(
-            "node", "wrong", f"the probe gave no answer in the spool; it is {state}; {words.strip() or 'no log'}"
-        )
+        text = f"the probe gave no answer in the spool; it is {state}; {words or 'no log'}"
+        inside = cluster.container and cluster.container.split()[0] in words
+        yield Finding("container" if inside else "node", "wrong", text)
         return
+    if cluster.setup and words:
+        yield Finding("setup", "beware", f"the batch script wrote to its error log: {words}")
     yield from _judge(cluster, json.loads((folder / "answer.json").read_text()), folder.name)
 
 
@@ -248,6 +251,11 @@ def _judge(cluster: Cluster, answer: dict, nonce: str) -> Iterator[Finding]:
     yield Finding(
         "python", "wrong" if missing else "ok", text + (f" lacks {', '.join(missing)}{remedy}" if missing else "")
     )
+    if cluster.container:
+        yield Finding("container", "ok", f"python ran behind {cluster.container}")
+    if cluster.gpus_per_node:
+        given = f"a job that asks for one GPU sees {answer['gpus'] or 'none'} in CUDA_VISIBLE_DEVICES"
+        yield Finding("gpus_per_node", "ok" if len(answer["gpus"]) == 1 else "wrong", given)
     for name, fault in answer["cache_folders"].items():
         yield Finding(f"cache_folders.{name}", "wrong" if fault else "ok", fault or "can be written on the node")
     if not answer["scheduler_answers_here"]:

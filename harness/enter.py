@@ -146,11 +146,11 @@ def environment(table: dict, claim: dict, job_dir: Path) -> dict[str, str]:
     env |= {
         "K3_NODES": str(tasks), "K3_NODE_RANK": env.get("SLURM_PROCID", "0"),
         "MASTER_ADDR": claim["address"] if tasks > 1 else "127.0.0.1", "MASTER_PORT": str(claim["port"]),
-        "PYTHONPATH": str(job_dir.parent.parent / "snapshot"),
     }  # fmt: skip
     site = {**private_caches(job_dir, claim["attempt"]), **expanded(table["cache_folders"], job_dir)}
     site |= table["environment"]
-    return {**env, **site, "K3_SITE_ENV": json.dumps(site)}
+    path = [str(job_dir.parent.parent / "snapshot"), site.pop("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
+    return {**env, **site, "PYTHONPATH": os.pathsep.join(filter(None, path)), "K3_SITE_ENV": json.dumps(site)}
 
 
 def private_caches(job_dir: Path, attempt: int) -> dict[str, str]:

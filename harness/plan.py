@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Request:
     budget: str = ""
     cluster: str = ""
     sabotage: str = ""
+    tests_per_job: int = 0  # a suite file with more of them is cut into shards, each a job; 0: never cut
 
 
 @dataclass
@@ -115,11 +117,11 @@ class Planner:
         return [replace(cell, action="over_budget", reason=text) if cell in out else cell for cell in cells]
 
     def _layout(self, claims: list[Claim], cells: list[Cell], found: Discovery) -> Plan:
-        """One job per (topology, suite file), its tests in collection order on every rank."""
+        """One job per (topology, suite file, shard of its tests), the tests in collection order on every rank."""
         order = {item.id: position for position, item in enumerate(found.items)}
         running = [cell for cell in cells if cell.action == "run"]
         keys = dict.fromkeys((cell.topology, test.split("::")[0]) for cell in running for test in cell.tests)
-        expected = tuple(self._job(topology, file, running, order) for topology, file in keys)
+        expected = tuple(job for topology, file in keys for job in self._jobs(topology, file, running, order))
         cells = [replace(cell, jobs=tuple(job.job for job in expected if cell.claim in job.claims
                                           and job.topology.name == cell.topology)) for cell in cells]  # fmt: skip
         total = [costs.of(job.tests, job.topology, self.durations) for job in expected]
@@ -130,15 +132,18 @@ class Planner:
             env=self._environment(), cpu_s=sum(cost.cpu_s for cost in total), gpu_s=sum(cost.gpu_s for cost in total),
         )  # fmt: skip
 
-    def _job(self, topology: str, file: str, cells: list[Cell], order: dict[str, int]) -> Expected:
+    def _jobs(self, topology: str, file: str, cells: list[Cell], order: dict[str, int]) -> Iterator[Expected]:
+        """The jobs of one suite file: its tests in order, cut where the request says so."""
         here = [cell for cell in cells if cell.topology == topology]
-        part = [cell for cell in here if file in {test.split("::")[0] for test in cell.tests}]
-        tests = {test for cell in part for test in cell.tests if test.split("::")[0] == file}
-        place = self.file.topologies[topology]
-        return Expected(
-            job=job_name(topology, file), topology=place, tests=tuple(sorted(tests, key=order.get)),
-            claims=tuple(dict.fromkeys(cell.claim for cell in part)), timeout_min=place.timeout_min,
-        )  # fmt: skip
+        found = {test for cell in here for test in cell.tests if test.split("::")[0] == file}
+        tests, place = sorted(found, key=order.get), self.file.topologies[topology]
+        size = self.request.tests_per_job or len(tests)
+        for shard, start in enumerate(range(0, len(tests), size)):
+            part = tuple(tests[start : start + size])
+            yield Expected(
+                job=job_name(topology, file, shard), topology=place, tests=part, timeout_min=place.timeout_min,
+                claims=tuple(dict.fromkeys(cell.claim for cell in here if set(part) & set(cell.tests))),
+            )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         variables = {name: self.file.inputs[name].env for name in self.inputs}

@@ -71,6 +71,7 @@ def prepare(options: argparse.Namespace) -> Session:
         snapshot = revision.take(root, run_dir / "snapshot")
         request = Request(
             names=tuple(options.names), everything=options.all, budget=options.budget,
+            tests_per_job=cluster.tests_per_job,
             cluster="" if cluster.scheduler == "local" else cluster.name,
         )  # fmt: skip
         topologies = claimfile.load(snapshot.path).topologies.values()

@@ -26,7 +26,6 @@ def main(folder: Path) -> int:
         "executable": sys.executable,
         "packages": {name: version(name) for name in PACKAGES},
         "cache_folders": {name: writable(path) for name, path in folders.items()},
-        "variables": {name: os.environ.get(name, "") for name in question["variables"]},
         "gpus": [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu],
         "cpus": len(os.sched_getaffinity(0)),
         "scheduler_answers_here": scheduler_is_there(),

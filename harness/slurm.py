@@ -108,7 +108,10 @@ def parameters(run_dir: Path, cluster: Cluster, name: str, shape: Shape) -> dict
     return wanted | {
         "job_name": name, "time": shape.time_min, "nodes": shape.nodes, "ntasks_per_node": tasks,
         "cpus_per_task": cpus, "signal_delay_s": cluster.warning_s, "array_parallelism": cluster.array_parallelism,
-        "setup": [*cluster.setup, f"export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={snapshot}"],
+        "setup": [
+            *cluster.setup,
+            f'export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={snapshot}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        ],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}", *bind, *cluster.srun_args],
         "additional_parameters": {**more, **cluster.sbatch},
     }  # fmt: skip

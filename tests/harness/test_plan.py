@@ -37,6 +37,16 @@ def test_parameters_are_listed(toy, tmp_path):
     assert (job.job, job.claims, cell(plan, "toy.many").jobs) == ("cpu1.many.0", ("toy.many",), ("cpu1.many.0",))
 
 
+def test_shards(toy, tmp_path):
+    """A long suite file is cut where the profile says so, and the claim waits for all of its jobs."""
+    toy.write("suites/many.py", "import pytest\n@pytest.mark.parametrize('x', [1, 2, 3])\ndef test_x(x): pass\n")
+    toy.claim("toy.many", "suites/many.py::test_x")
+    plan = planned(toy, tmp_path, "toy.many", tests_per_job=2)
+    assert [(job.job, len(job.tests), job.claims) for job in plan.expected] == [
+        ("cpu1.many.0", 2, ("toy.many",)), ("cpu1.many.1", 1, ("toy.many",))]  # fmt: skip
+    assert cell(plan, "toy.many").jobs == ("cpu1.many.0", "cpu1.many.1")
+
+
 def test_shared_tests_run_once(toy, tmp_path):
     """Two claims on one test share one job and list the test once."""
     toy.claim("toy.again", "suites/toy.py::test_double")

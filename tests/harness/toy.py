@@ -54,6 +54,7 @@ class Toy:
     root: Path
     state: Path
     claims: list[str] = field(default_factory=list)
+    more: dict[str, str] = field(default_factory=dict)  # further environment of this user
 
     def write(self, path: str, text: str) -> Path:
         """Write one file of the tree."""
@@ -75,7 +76,8 @@ class Toy:
     def env(self) -> dict[str, str]:
         """The environment of a user of this tree."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("K3_", "PYTEST"))}
-        return {**kept, "K3_STATE_DIR": str(self.state), "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"K3_STATE_DIR": str(self.state), "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**kept, **own, **self.more}
 
     def start(self, *arguments: str, module: str = "harness.cli") -> subprocess.Popen:
         """Start `k3-harness ARGUMENTS` in the tree."""

@@ -210,3 +210,34 @@ def test_doctor(home, tmp_path):
     wrong = {row["field"]: row["text"] for row in json.loads(out) if row["verdict"] == "wrong"}
     assert set(wrong) == {"account", "qos", "constraint", "gpus_per_node", "max_time_min", "sbatch"}
     assert "set it to 8" in wrong["gpus_per_node"] and "acc" in wrong["account"]
+
+
+def test_doctor_looks_on_a_node(home, tmp_path):
+    """A container that cannot start, a setup line that fails and the GPUs a job is given are told by field."""
+    base = PROFILE.format(spool=home.root.parent / "spool") + "gpus_per_node = 8\n"
+    (tmp_path / "boxed.toml").write_text(base + 'container = "unshare --mount --"\nsetup = ["no-such-module load x"]\n')
+    rows = json.loads(harness(home, "doctor", "--cluster", str(tmp_path / "boxed.toml"), "--json"))
+    said = {(row["field"], row["verdict"]): row["text"] for row in rows}
+    assert "behind unshare --mount" in said["container", "ok"]
+    assert "no-such-module" in said["setup", "beware"]
+    assert "one GPU sees ['0']" in " ".join(row["text"] for row in rows)
+    (tmp_path / "broken.toml").write_text(base + 'container = "/nowhere/apptainer exec image.sif"\n')
+    rows = json.loads(harness(home, "doctor", "--cluster", str(tmp_path / "broken.toml"), "--json", code=1))
+    (wrong,) = [row for row in rows if row["verdict"] == "wrong"]
+    assert wrong["field"] == "container" and "No such file" in wrong["text"]
+
+
+def test_container_shards_and_site_packages(home, tmp_path):
+    """Behind a container command, cut into shards, with packages of the site's own: proven, and confirmed for each."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/only_here.py").write_text("PLACE = 'site'\n")
+    suite = "import pytest, only_here\nfrom k3.math import double\n@pytest.mark.parametrize('x', [1, 2, 3])\n"
+    home.write("suites/toy.py", f"{suite}def test_double(x):\n    assert double(x) == 2 * x\n")
+    with open(home.root.parent / "lab.toml", "a") as file:
+        file.write(f'container = "unshare --mount --"\ntests_per_job = 1\n[environment]\nPYTHONPATH = "{tmp_path}/site"\n')
+    with_site = replace(home, more={"PYTHONPATH": f"{home.root}:{tmp_path}/site"})
+    harness(with_site, "run", "quick", *profile(home))
+    cell = claims(home)["toy.double"]
+    assert (cell["state"], cell["witness"]) == ("proven", "T1"), cell
+    jobs = [load(path, JobRecord) for path in the_run(home).glob("jobs/*/job.json")]
+    assert sorted(job.job for job in jobs) == ["cpu1.toy.0", "cpu1.toy.1", "cpu1.toy.2"]

@@ -113,6 +113,17 @@ def test_caches_are_the_jobs_own(tmp_path, monkeypatch):
     assert (env["MINE"], env["SLURM_CONF"]) == ("1", "/etc/x.conf")
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_site_packages_survive(tmp_path, monkeypatch, declared):
+    """Packages that a site or a profile puts on PYTHONPATH are found on the node, after the snapshot."""
+    monkeypatch.setenv("PYTHONPATH", "/site/packages")
+    table = {"cache_folders": {}, "environment": {"PYTHONPATH": "/mine"} if declared else {}}
+    env = enter.environment(table, {"attempt": 0, "address": "n1", "port": 5}, tmp_path / "run1/jobs/cpu1.a.0")
+    found = env["PYTHONPATH"].split(":")
+    assert found == [str(tmp_path / "run1/snapshot"), *(["/mine"] if declared else []), "/site/packages"]
+    assert "PYTHONPATH" not in json.loads(env["K3_SITE_ENV"])
+
+
 def test_restart_numbers(tmp_path):
     """Node and collector agree on the number of a start that the scheduler repeated, whoever asks first."""
     (tmp_path / "attempts/0").mkdir(parents=True)

@@ -182,7 +182,16 @@ def _context_bytes(config, state: ParallelState, work: Workload, index: int) -> 
     if work.kda_cp_mode == "headwise":
         return 2 * (cp - 1) / cp * tokens * heads * (5 * K + 1) * work.act_bytes
     tail = 3 * (config.kda_short_conv_kernel_size - 1) * heads * K * work.act_bytes
-    return 2 * (cp - 1) * work.rows * (2 * heads * K * K * 4 + tail)
+    states = 2 * (cp - 1)  # transition and state, to every other rank
+    if _in_turns(heads, cp, work.tokens // cp):
+        states = (cp - 1) / cp  # the state alone, to the next rank if there is one
+    return 2 * work.rows * (states * heads * K * K * 4 + (cp - 1) * tail)
+
+
+def _in_turns(heads: int, cp: int, local_tokens: int) -> bool:
+    from k3.parallel.turns import choose_groups
+
+    return choose_groups(heads, cp, local_tokens) > 1
 
 
 def _expert_bytes(config, state: ParallelState, work: Workload) -> float:

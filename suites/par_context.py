@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from k3.parallel import ParallelState, collectives, connect, context_layout
+from k3.parallel.turns import TOKENS_PER_GROUP, choose_groups
 from k3.protocol import ImplConfig, build_model
 from k3.sequence import SequenceLayout, pack_rows, unpack_thd_forward_output
 from suites import oracle, oracle_weights
@@ -48,11 +49,11 @@ def packed(dtype, mode, size):
     return config, state, ids, labels, bounds, one_rank(config, state, ids, labels, SequenceLayout(cu_seqlens=bounds))
 
 
-def compare(case, mode, size, dtype):
+def compare(case, mode, size, dtype, groups=None):
     """Split the batch once, run this rank's share, and compare everything with one rank."""
     config, state, ids, labels, bounds, wanted = case
     model = part(config, state, ParallelState(cp_size=size))
-    layout = context_layout(model.parallel, mode, ids.shape[1], bounds)
+    layout = context_layout(model.parallel, mode, ids.shape[1], bounds, head_groups=groups)
     split = getattr(layout, "split", lambda x, dim=1: x)
     found = run_part(model, split(ids), split(labels), layout=layout)
     check(model, found, wanted, LIMIT[dtype], split)
@@ -73,6 +74,54 @@ def test_rows(rows, mode, size, dtype):
 def test_packed(packed, mode, size, dtype):
     """Packed documents, some of one token and some across every boundary, give one rank's results."""
     compare(packed, mode, size, dtype)
+
+
+TURNS = [pytest.param(n, g, marks=pytest.mark.ranks(n), id=f"cp{n}-{g}groups") for n, g in ((2, 2), (2, 4), (4, 4))]
+
+
+@pytest.mark.parametrize("size,groups", TURNS)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_rows_in_turns(rows, size, groups, dtype):
+    """States passed over groups of heads in turn give one rank's logits, loss, experts and gradients."""
+    compare(rows, "state", size, dtype, groups)
+
+
+@pytest.mark.parametrize("size,groups", TURNS)
+@pytest.mark.parametrize("mode", ["state"])
+@pytest.mark.parametrize("dtype", BOTH)
+def test_packed_in_turns(packed, mode, size, groups, dtype):
+    """Packed documents with states passed in turn give one rank's results."""
+    compare(packed, mode, size, dtype, groups)
+
+
+@pytest.mark.ranks(2)
+def test_turns_send_a_state_to_the_next_rank(measure):
+    """By turns the first rank sends one K x K state per head and layer forward, the last one its gradient back."""
+    config, state = par6(torch.float32)
+    ids, labels = batch(config, length=64, rows=1)
+    model = part(config, state, ParallelState(cp_size=2))
+    K, H, layers, tail = config.kda_head_dim, config.kda_num_heads, 4, config.kda_short_conv_kernel_size - 1
+    layout = context_layout(model.parallel, "state", 64, head_groups=4)
+    with collectives.count() as moves:
+        run_part(model, layout.split(ids), layout.split(labels), layout=layout)
+    states, history = H * K * K * 4, 3 * tail * H * K * 4
+    for backward in (False, True):
+        sends = model.parallel.cp_rank == (1 if backward else 0)
+        sent = sum(move.size_bytes for move in moves if move.tag == "kda" and move.backward == backward)
+        assert sent == layers * (sends * states + history), f"{backward=}"
+    measure("turns.kda_bytes_per_layer", "B", "lower", [states + history], shape="B1 T64 cp2", dtype="float32")
+
+
+@pytest.mark.ranks(1)
+def test_number_of_head_groups():
+    """Turns are chosen for long shares alone, where they beat two runs, and a number must divide the heads."""
+    long = 8 * TOKENS_PER_GROUP
+    assert [choose_groups(16, 2, n) for n in (long, long // 4, long // 8, 64)] == [4, 2, 1, 1]
+    assert choose_groups(12, 8, 2 * long) == 12 and choose_groups(4, 8, 2 * long) == 1
+    assert choose_groups(96, 4, long) == 8 and choose_groups(7, 2, long) == 1
+    layout = context_layout(ParallelState(cp_size=2), "state", 64, head_groups=3)
+    with pytest.raises(ValueError, match="head_groups=3 does not divide 4 local heads"):
+        layout.groups_of(4)
 
 
 @pytest.mark.ranks(1)

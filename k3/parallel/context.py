@@ -7,8 +7,9 @@ Two ways, both chosen per batch by `context_layout`:
   after its recurrence. Needs local heads divisible by cp.
 - state: every rank holds a contiguous run of tokens. KDA runs on its own tokens from a zero state; a second run, from
   the unit state with zero values, gives the transition of the state and its effect on every output; one all-gather of
-  (transition, state) and a composition of prefixes do the rest. The convolution gets its history by a small
-  all-gather. Communication does not grow with the sequence.
+  (transition, state) and a composition of prefixes do the rest. Over long shares the heads run in groups by turns
+  instead, once, from the state of the rank before (`turns`). The convolution gets its history by a small all-gather.
+  Communication does not grow with the sequence.
 
 MLA gathers the latent, one vector a token instead of keys and values of every head, and attends chunk by chunk.
 """
@@ -22,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from k3.kda import KDAState
 from k3.parallel import collectives
+from k3.parallel.turns import choose_groups, keep_in_graph, run_in_turns
 from k3.sequence import SequenceLayout, document_bounds
 
 TOKENS = 1  # the token dim of every tensor [B, T, *]
@@ -59,10 +60,14 @@ def contiguous_spans(bounds: list[int], size: int, rank: int) -> list[Span]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ContextLayout(SequenceLayout):
-    """This rank's share of `total` tokens. `cu_seqlens` stays global: the documents of the whole packed row."""
+    """This rank's share of `total` tokens. `cu_seqlens` stays global: the documents of the whole packed row.
+
+    `head_groups`: over how many groups of heads states are passed in turn; 1 is no turns, None `choose_groups`.
+    """
 
     parallel: Any
     total: int
+    head_groups: int | None = None
     _moved: dict = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -206,6 +211,9 @@ class StateLayout(ContextLayout):
         refuse_state(state)
         bounds = None if self.local_cu_seqlens is None else self.moved("local_cu_seqlens", q.device)
         tails, history = self.history(q, k, v, weights.q_conv.shape[-1] - 1)
+        if (groups := self.groups_of(beta.shape[-1])) > 1:
+            o = run_in_turns(self, core, (q, k, v, z, beta), weights, history, groups, bounds)
+            return keep_in_graph(o, tails), None
         before = KDAState(*history, None)
         o, after = core(q, k, v, z, beta, weights, cu_seqlens=bounds, state=before, keep_state=True)
         through, transition = self.run_from_unit_state(core, (q, k, v, z, beta), weights, before, after.S)
@@ -214,6 +222,13 @@ class StateLayout(ContextLayout):
         )  # [cp, 2, B, H, K, V]
         o = keep_in_graph(keep_in_graph(o, tails), gathered)
         return o if through is None else self.add_entering_state(o, through, self.entering_state(gathered)), None
+
+    def groups_of(self, heads: int) -> int:
+        """The head groups of a layer with `heads` local heads. Raises ValueError when they do not divide them."""
+        groups = self.head_groups or choose_groups(heads, self.parallel.cp_size, self.local_tokens)
+        if heads % groups:
+            raise ValueError(f"head_groups={groups} does not divide {heads} local heads; use a divisor, or 1")
+        return groups
 
     def history(self, q: Tensor, k: Tensor, v: Tensor, reach: int) -> tuple[Tensor, list[Tensor | None]]:
         """The `reach` convolution inputs before this rank's tokens, zero before the document: 3 x [B, reach, H*K]."""
@@ -263,26 +278,6 @@ class StateLayout(ContextLayout):
         return torch.cat([first, o[:, size:]], dim=TOKENS)
 
 
-class _KeepInGraph(Function):
-    @staticmethod
-    def forward(ctx, x, other):
-        ctx.other = other.shape, other.dtype, other.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        shape, dtype, device = ctx.other
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
-
-
-def keep_in_graph(x: Tensor, other: Tensor) -> Tensor:
-    """Return x; in backward `other` gets a zero gradient.
-
-    A rank that does not use a gathered tensor still has to take part in its backward collective.
-    """
-    return _KeepInGraph.apply(x, other)
-
-
 def refuse_state(state: Any) -> None:
     """Decoding caches belong to whole sequences."""
     if state is not None:
@@ -293,12 +288,17 @@ MODES = {"headwise": HeadwiseLayout, "state": StateLayout}
 
 
 def context_layout(
-    parallel: Any, mode: str, total: int, cu_seqlens: Tensor | None = None, local_cp_size: int | None = None
+    parallel: Any,
+    mode: str,
+    total: int,
+    cu_seqlens: Tensor | None = None,
+    local_cp_size: int | None = None,
+    head_groups: int | None = None,
 ) -> SequenceLayout:
     """Return the layout of a batch of `total` tokens a row, packed by the (padded) `cu_seqlens` if given.
 
     Raises ValueError naming value and rule; a plain SequenceLayout when cp_size is 1. `local_cp_size`: over how many
-    ranks the packed batch was prepared, 1 (whole) or cp_size.
+    ranks the packed batch was prepared, 1 (whole) or cp_size. `head_groups`: see `ContextLayout`; for mode "state".
     """
     size = parallel.cp_size
     if local_cp_size not in (None, 1, size):
@@ -321,4 +321,4 @@ def context_layout(
                     f"a document of {last - first} tokens is not divisible by 2*cp_size={2 * size}; pad it to "
                     f"{-(-(last - first) // (2 * size)) * 2 * size}"
                 )
-    return MODES[mode](cu_seqlens=cu_seqlens, parallel=parallel, total=total)
+    return MODES[mode](cu_seqlens=cu_seqlens, parallel=parallel, total=total, head_groups=head_groups)

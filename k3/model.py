@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from k3.config import K3Config
-from k3.kda import KDA, ShortConv
+from k3.initial import fill
 from k3.layers import RMSNorm, linear
 from k3.loss import lm_loss
-from k3.moe import Router, StackedExperts
 from k3.residual import DecoderLayer, mix
 from k3.sequence import SequenceLayout
 
@@ -105,16 +103,15 @@ class K3Model(nn.Module):
             labels = (layout or SequenceLayout()).shift_labels(labels)
         return self.loss_fn(logits, labels, loss_mask)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise every parameter (spec c.9); draws nothing on the meta device."""
-        for module in self.modules():
-            initialize(module, self.config.initializer_range)
-        for layer in self.decoder.layers.values():
-            nn.init.zeros_(layer.self_attention_res_proj.weight)
-            nn.init.zeros_(layer.mlp_res_proj.weight)
-        if self.last_stage:
-            nn.init.zeros_(self.decoder.output_attn_res_proj.weight)
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Give every parameter its first value, from a `seed` that torch draws if None; nothing on the meta device."""
+        if next(self.parameters()).device.type != "meta":
+            fill(self, random_seed() if seed is None else seed)
+
+
+def random_seed() -> int:
+    """A seed for `reset_parameters` from torch's global generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def refuse(inputs: dict[str, object]) -> None:
@@ -122,30 +119,3 @@ def refuse(inputs: dict[str, object]) -> None:
     given = sorted(name for name, value in inputs.items() if value is not None)
     if given:
         raise NotImplementedError(f"{', '.join(given)}: K3 here is the text backbone; pass input_ids alone")
-
-
-def initialize(module: nn.Module, std: float) -> None:
-    """Linear, embedding, router and experts N(0, std); the report's A_log = 0; dt_bias as in Mamba-2.
-
-    The vendor's class draws A_log from log U(1, 16), which the bounded gate turns into no decay at all for a dt_bias
-    of Mamba-2's size; it is an inference reference, so training follows the report. The pseudo-queries of the
-    Attention Residuals start at zero, as in their paper: every mix begins as a plain mean.
-    """
-    match module:
-        case nn.Linear() | Router():
-            nn.init.normal_(module.weight, std=std)
-        case nn.Embedding():
-            nn.init.normal_(module.weight, std=std)
-            if module.padding_idx is not None:
-                module.weight[module.padding_idx].zero_()
-        case StackedExperts():
-            for weight in (module.w1, module.w2, module.w3):
-                nn.init.normal_(weight, std=std)
-        case ShortConv():
-            bound = module.weight.shape[-1] ** -0.5  # torch's own default for a depthwise Conv1d
-            nn.init.uniform_(module.weight, -bound, bound)
-        case KDA():
-            module.A_log.zero_()
-            nn.init.uniform_(module.dt_bias, math.log(1e-3), math.log(1e-1))
-            dt = module.dt_bias.exp()
-            module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from k3.config import K3Config
-from k3.model import K3Model
-from k3.parallel import ParallelState, connect, context_layout
-from k3.sequence import SequenceLayout
+from k3.forward_step import ForwardStep
+from k3.model import K3Model, random_seed
+from k3.parallel import ParallelState, connect
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 KDA_CP_MODES = ("headwise", "state")
-BATCH_FIELDS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
 _CHECKPOINT = ("load_hf_weights", "save_hf_weights", "export_hf_weights")
 
 
@@ -34,6 +33,7 @@ class ImplConfig:
 
     optimizer: None, or a callable from parameters to an optimizer, which then stands in `bundle.extras`.
     deterministic: switch torch to deterministic algorithms for this process. use_thd: batches are packed documents.
+    microbatches: how many `forward_step` runs a call over pipeline stages (None: see there).
     """
 
     parallel: ParallelState | None = None
@@ -43,6 +43,7 @@ class ImplConfig:
     use_thd: bool = False
     deterministic: bool = False
     kda_cp_mode: str = "headwise"
+    microbatches: int | None = None
     qat: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ def vocab_size(config: Any) -> int:
 
 
 def build_model(config: K3Config | Any, *, impl_cfg: ImplConfig | None = None) -> ModelBundle:
-    """Build this rank's chunks, initialised, placed and in training mode.
+    """Build this rank's chunks, initialised, placed and in training mode; memory is taken for this rank's part alone.
 
     Raises RuntimeError when a layout of several ranks finds no process group, except on the meta device.
     """
@@ -100,15 +101,29 @@ def build_model(config: K3Config | Any, *, impl_cfg: ImplConfig | None = None) -
     if impl_cfg.deterministic:
         torch.use_deterministic_algorithms(True)
     states = [parallel.chunk(v) if parallel.vpp_size > 1 else parallel for v in range(parallel.vpp_size)]
-    chunks = [K3Model(config, state, device=device, dtype=impl_cfg.torch_dtype) for state in states]
+    chunks = [K3Model(config, state, device="meta", dtype=impl_cfg.torch_dtype) for state in states]
     if parallel.world_size > 1:
         from k3.parallel import parallelize_model
 
         chunks = [parallelize_model(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
-    step = ForwardStep(chunks=chunks, parallel=parallel, use_thd=impl_cfg.use_thd, kda_cp_mode=impl_cfg.kda_cp_mode)
+    if device.type != "meta":
+        _give_memory(chunks, parallel, device)
+    options = {name: getattr(impl_cfg, name) for name in ("use_thd", "kda_cp_mode", "microbatches")}
+    step = ForwardStep(chunks=chunks, parallel=parallel, **options)
     return ModelBundle(
         chunks=chunks, parallel_state=parallel, forward_step=step, extras=_extras(chunks, parallel, impl_cfg)
     )
+
+
+def _give_memory(chunks: list[K3Model], parallel: ParallelState, device: torch.device) -> None:
+    """Allocate what this rank stores, and fill it from one seed that all ranks share."""
+    seed = random_seed()
+    if parallel.world_size > 1:
+        from k3.parallel.data import shared_seed
+
+        seed = shared_seed(seed, device)
+    for chunk in chunks:
+        chunk.to_empty(device=device).reset_parameters(seed)
 
 
 def _connected(parallel: ParallelState, device: torch.device) -> ParallelState:
@@ -125,40 +140,3 @@ def _extras(chunks: list[K3Model], parallel: ParallelState, impl_cfg: ImplConfig
     if impl_cfg.optimizer is not None:
         extras["optimizer"] = impl_cfg.optimizer(p for chunk in chunks for p in chunk.parameters())
     return extras
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardStep:
-    """Forward of one batch through one chunk: `step(batch, model=None) -> {"logits", "loss"}`.
-
-    batch: a mapping with input_ids [B, T] and optional labels, loss_mask (and cu_seqlens if `use_thd`), or an
-    iterator of such mappings, whose next one is taken. Under context parallelism the batch is the whole one, equal on
-    all cp ranks; it is split here, once, and the logits are this rank's share.
-    """
-
-    chunks: list[K3Model]
-    parallel: ParallelState
-    use_thd: bool = False
-    kda_cp_mode: str = "headwise"
-
-    def __call__(self, batch: Mapping[str, Tensor] | Iterator[Mapping[str, Tensor]], model: K3Model | None = None):
-        batch = dict(batch if isinstance(batch, Mapping) else next(batch))
-        self._check(batch)
-        cu_seqlens = batch.pop("cu_seqlens", None)
-        layout = None if cu_seqlens is None else SequenceLayout(cu_seqlens=cu_seqlens)
-        if self.parallel.cp_size > 1:
-            layout = context_layout(self.parallel, self.kda_cp_mode, batch["input_ids"].shape[1], cu_seqlens)
-            batch = {name: layout.split(tensor) for name, tensor in batch.items() if tensor is not None}
-        return (model or self.chunks[0])(**batch, layout=layout)
-
-    def _check(self, batch: Mapping[str, Tensor]) -> None:
-        if strange := sorted(set(batch) - set(BATCH_FIELDS)):
-            raise NotImplementedError(f"batch fields {', '.join(strange)}: K3 takes {', '.join(BATCH_FIELDS)} alone")
-        if self.use_thd != ("cu_seqlens" in batch):
-            raise ValueError(
-                f"use_thd={self.use_thd} asks for batches {'with' if self.use_thd else 'without'} cu_seqlens"
-            )
-        if self.parallel.pp_size > 1:
-            raise NotImplementedError(
-                f"forward_step of pp_size={self.parallel.pp_size} is not one forward; use k3.parallel.pipeline"
-            )

@@ -7,6 +7,8 @@ from k3 import K3Config
 from k3.parallel import ParallelState, collectives, connect, context_layout, sync_gradients
 from k3.parallel.pipeline import Pipeline
 from k3.parallel.tensor import full_logits
+from k3.protocol import ImplConfig, build_model
+from k3.sequence import SequenceLayout
 from suites import oracle_weights
 from suites.goldens import Golden, close, relative
 from suites.models import native_state
@@ -210,3 +212,73 @@ def test_refuses_too_few_microbatches():
     chunk = load_part(config, state, connect(ParallelState(pp_size=2), device().type))
     with pytest.raises(ValueError, match="1 microbatches are fewer than pp_size=2"):
         Pipeline([chunk], microbatches=1, rows=1, tokens=8)
+
+
+def bundle_of(config, state, pp_size=2, **options):
+    """A bundle over `pp_size` stages in float64 with this rank's part of `state`."""
+    impl = ImplConfig(parallel=ParallelState(pp_size=pp_size), device=device(), dtype="float64", **options)
+    bundle = build_model(config, impl_cfg=impl)
+    for chunk in bundle.chunks:
+        chunk.load_state_dict({name: state[name] for name in chunk.state_dict()})
+    return bundle
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DOUBLE)
+@pytest.mark.parametrize("given", ["batch", "iterator"])
+def test_forward_step(tiny, given):
+    """`forward_step` over two stages: every gradient, the loss and evaluated logits of one rank, on the last stage."""
+    config, state, ids, labels, wanted, _ = tiny
+    bundle = bundle_of(config, state, microbatches=4)
+    ids, labels = ids.to(device()), labels.to(device())
+    batch = {"input_ids": ids, "labels": labels}
+    pieces = [{name: x.chunk(4)[i] for name, x in batch.items()} for i in range(4)]
+    found = bundle.forward_step(batch if given == "batch" else iter(pieces))
+    for chunk in bundle.chunks:
+        check_gradients(chunk, wanted.grads, 1e-9)
+    with torch.no_grad():
+        seen = bundle.forward_step(batch)
+    assert found["logits"] is None
+    if not bundle.parallel_state.pp_is_last:
+        assert found["loss"] is seen["loss"] is seen["logits"] is None
+        return
+    for loss in (found["loss"], seen["loss"]):
+        relative(loss.cpu(), wanted.loss, 1e-9, "loss")
+    relative(seen["logits"].cpu(), wanted.logits, 1e-9, "logits")
+
+
+@pytest.mark.ranks(2)
+def test_forward_step_of_packed_documents():
+    """An iterator of packed batches is a step; its loss and gradients are those of the documents on one rank."""
+    config, state = par6()
+    ids, labels = batch(config, length=24, rows=1)
+    bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    bundle = bundle_of(config, state, use_thd=True)
+    pieces = [{"input_ids": a, "labels": b} for a, b in zip(ids.chunk(2, 1), labels.chunk(2, 1), strict=True)]
+    found = bundle.forward_step({n: x.to(device()) for n, x in p.items()} | {"cu_seqlens": bounds} for p in pieces)
+    both = SequenceLayout(cu_seqlens=torch.cat([bounds, bounds[1:] + 12]))
+    wanted = one_rank(config, state, ids, labels, both)
+    check_gradients(bundle.chunks[0], wanted.grads, 1e-9)
+    if bundle.parallel_state.pp_is_last:
+        relative(found["loss"].cpu(), wanted.loss, 1e-9, "loss")
+
+
+@pytest.mark.ranks(2)
+def test_forward_step_refuses_what_is_no_step():
+    """Uneven cuts, short iterators, packed rows, mixed shapes and missing labels are named with what to give."""
+    config, state = par6()
+    ids, labels = batch(config, length=8, rows=6)
+    step = bundle_of(config, state, microbatches=4).forward_step
+    whole, half = {"input_ids": ids, "labels": labels}, {"input_ids": ids[:, :4], "labels": labels[:, :4]}
+    for given, message in (
+        (whole, "6 rows are not divisible by microbatches=4"),
+        (iter([whole]), "ended after 1 of 4 microbatches"),
+        (iter([whole, whole, whole, half]), "pad all microbatches of a step to one shape"),
+        (iter([whole, whole, whole, {"input_ids": ids}]), "differ in their fields"),
+        (iter([{"input_ids": ids}] * 4), "needs labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(given)
+    packed = bundle_of(config, state, use_thd=True).forward_step
+    with pytest.raises(ValueError, match="pass an iterator of packed batches"):
+        packed(whole | {"cu_seqlens": torch.tensor([0, 8])})

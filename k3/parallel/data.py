@@ -164,6 +164,13 @@ def broadcast_replicas(model: nn.Module, parallel: Any) -> None:
                 dist.broadcast(value.data, group=group, group_src=0)
 
 
+def shared_seed(seed: int, device: torch.device) -> int:
+    """Return the seed of the first rank on every rank. Collective over the world."""
+    value = torch.tensor(seed, device=device)
+    dist.broadcast(value, src=0)
+    return int(value)
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float, chunks: tuple[nn.Module, ...] = ()) -> Tensor:
     """Scale all gradients so that their norm over the whole model is at most `max_norm`; return the norm before.

@@ -15,7 +15,8 @@ def parallelize_model(model: nn.Module, parallel: Any) -> nn.Module:
     """Turn a whole `K3Model` stage into this rank's part of it, in place; replicas get equal values. Collective.
 
     Context parallelism enters later, per batch, through the layout that is handed to `forward`. Without a mesh (the
-    meta device) only the parameters are cut.
+    meta device) only the parameters are cut; with one, a stage on the meta device is cut and wired, to be given memory
+    for its own part by `to_empty` and values by `reset_parameters` or a checkpoint.
     """
     place_parameters(model, parallel)
     if parallel.mesh is None:
@@ -26,5 +27,6 @@ def parallelize_model(model: nn.Module, parallel: Any) -> nn.Module:
         parallelize_experts(model, parallel)
     if parallel.tp_size * parallel.cp_size * parallel.dp_size > 1:
         model.loss_fn = ParallelLoss(parallel, model.config.vocab_size)
-    broadcast_replicas(model, parallel)
+    if next(model.parameters()).device.type != "meta":
+        broadcast_replicas(model, parallel)
     return model

@@ -220,7 +220,7 @@ class Pipeline:
         losses: list[Tensor] = []
         index = torch.arange(self.microbatches)
         arguments = (input_ids,) if self.parallel.pp_rank == 0 else ()
-        target = index if self._holds_last else None
+        target = index if self.holds_last else None
         self.schedule.step(*arguments, mb=index, target=target, losses=losses, return_outputs=False)
         return self._share_loss(losses)
 
@@ -233,7 +233,8 @@ class Pipeline:
         return self.evaluation.eval(*arguments, mb=torch.arange(self.microbatches))
 
     @property
-    def _holds_last(self) -> bool:
+    def holds_last(self) -> bool:
+        """Whether one of this rank's chunks is the last stage."""
         return any(chunk.parallel.pp_is_last for chunk in self.chunks)
 
     def _rows_of(self, x: Tensor | None, index: int) -> Tensor | None:

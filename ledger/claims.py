@@ -13,6 +13,7 @@ from pathlib import Path
 from ledger import claimfile
 from ledger.facts import Fact, claim_digest
 from ledger.freshness import Tree
+from ledger.memory import Memory
 from ledger.record import RECORDER_VERSION, Claim, ClaimStatus, Topology
 from ledger.source import Facts, Sourced, from_evidence, from_ledger, merge
 
@@ -28,7 +29,7 @@ def statuses(
     """
     judge = open_judge(root, ledger, evidence, use_cache=use_cache)
     found = [judge.status(claim, topology) for claim, topology in judge.claims.cells()]
-    judge.tree.save_cache()
+    judge.memory.save()
     return found
 
 
@@ -36,19 +37,19 @@ def open_judge(
     root: Path | str, ledger: Path | str | None = None, evidence: Path | str | None = None, *, use_cache: bool = True
 ) -> Judge:
     """The judge of a tree, with the facts that `statuses` would use."""
-    claims = claimfile.load(Path(root))
-    facts = gather(Path(root), ledger, evidence, use_cache)
-    return Judge(claims, Tree(Path(root), known_inputs(claims), use_cache), facts)
+    claims, memory = claimfile.load(Path(root)), Memory(root, read=use_cache)
+    facts = gather(Path(root), ledger, evidence, memory)
+    return Judge(claims, Tree(Path(root), known_inputs(claims), memory), facts)
 
 
-def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None, use_cache: bool = True) -> Facts:
+def gather(root: Path, ledger: Path | str | None, evidence: Path | str | None, memory: Memory) -> Facts:
     """Facts of the ledger and of the evidence folder, as asked; a ledger that was named must exist."""
     from ledger.state import ledger_path
 
     found = Facts()
     if ledger is not None or (evidence is None and ledger_path().is_file()):
-        found = from_ledger(ledger, root / "ledger" / "keys")
-    return found if evidence is None else merge(found, from_evidence(Path(evidence), use_cache))
+        found = from_ledger(ledger, root / "ledger" / "keys", memory)
+    return found if evidence is None else merge(found, from_evidence(Path(evidence), memory))
 
 
 def known_inputs(claims: claimfile.ClaimFile) -> frozenset[str]:
@@ -60,7 +61,7 @@ class Judge:
     """Weighs the facts of one tree."""
 
     def __init__(self, claims: claimfile.ClaimFile, tree: Tree, facts: Facts):
-        self.claims, self.tree, self.facts = claims, tree, facts
+        self.claims, self.tree, self.facts, self.memory = claims, tree, facts, tree.memory
         self.now = time.time()
 
     def status(self, claim: Claim, topology: Topology) -> ClaimStatus:

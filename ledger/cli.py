@@ -49,11 +49,13 @@ def parser() -> argparse.ArgumentParser:
     matrix = add(verbs, "matrix", commands.matrix, "the README's matrix from ledger/evidence/ and this tree")
     matrix.add_argument("--write", action="store_true", help="replace the block in README.md")
     matrix.add_argument("--check", action="store_true", help="print a diff and exit 1 if README.md disagrees")
+    matrix.add_argument("--full", action="store_true", help="read every byte again, whatever was read before")
     matrix.add_argument("--local", action="store_true", help="from this user's ledger instead (never into README.md)")
     verify = add(
         verbs, "verify", commands.verify, "look for lies in evidence, ledger and run directories, and print one"
     )
     verify.add_argument("--all", action="store_true", help="print every lie, not only the first")
+    verify.add_argument("--full", action="store_true", help="read every byte again, whatever was verified before")
     verify.add_argument("--runs", metavar="DIR", type=Path, help="run directories (default: the user's spool)")
     export = add(verbs, "export", commands.export, "publish runs as signed, chained files without names or paths")
     export.add_argument("run_id", nargs="*", help="run ids; those that the present verdicts rest on if none")

@@ -38,7 +38,7 @@ def claims(options: Namespace) -> int:
     judge = open_judge(root, **sources(options, root, options.published))
     wanted = _selected(judge.claims, options.claim)
     found = [(judge.status(c, t), t.name) for c, t in judge.claims.cells() if c.id in wanted]
-    judge.tree.save_cache()
+    judge.memory.save()
     rows = [{**msgspec.to_builtins(status), "expired_by": status.expired_by} for status, _ in found]
     if options.json or options.csv:
         emit(rows, as_csv=options.csv)
@@ -85,17 +85,22 @@ def _percent(rate: float | None) -> str:
 def verify(options: Namespace) -> int:
     """Print the first lie, or every one with --all; exit 1 if there is any."""
     from ledger import verify as checks
+    from ledger.memory import Memory
     from ledger.state import ledger_path, state_dir
 
     root = root_of(options)
+    memory = Memory(root, read=not options.full)
     ledger = options.ledger or (ledger_path() if ledger_path().is_file() else None)
     runs = options.runs or state_dir() / "runs"
-    found = checks.lies(root, ledger, runs if runs.is_dir() else None)
+    found = checks.lies(root, ledger, runs if runs.is_dir() else None, memory)
     lies = list(found) if options.all else [lie for lie in [next(found, None)] if lie]
     for lie in lies:
         print(lie)
     if not lies:
         print(f"no lie found in {checks.looked_at(root, ledger)}")
+    if not lies and (note := memory.note()):
+        print(note)
+    memory.save()
     return 1 if lies else 0
 
 
@@ -203,19 +208,19 @@ def bench(options: Namespace) -> int:
     return _listing(options, rows)
 
 
-def _block(root: Path, use_cache: bool = True, **sources) -> str:
+def _block(root: Path, read_cache: bool = True, **sources) -> tuple[str, str]:
+    """The block, and in words what of it came from memory."""
     from ledger.claims import open_judge
-    from ledger.figures import remembered, table
+    from ledger.figures import remembered
     from ledger.matrix import block
     from ledger.windows import flags
 
-    judge = open_judge(root, use_cache=use_cache, **sources)
+    judge = open_judge(root, use_cache=read_cache, **sources)
     found = [judge.status(claim, topology) for claim, topology in judge.claims.cells()]
-    judge.tree.save_cache()
     claims, published = judge.claims.claims, sources.get("evidence")
-    figures = remembered if use_cache else table
-    measured = figures(published, found, claims) if published else ()
-    return block(found, {(s.id, s.topology): flags(s, claims[s.id]) for s in found}, measured)
+    measured = remembered(published, found, claims, judge.memory) if published else ()
+    judge.memory.save()
+    return block(found, {(s.id, s.topology): flags(s, claims[s.id]) for s in found}, measured), judge.memory.note()
 
 
 def matrix(options: Namespace) -> int:
@@ -224,15 +229,15 @@ def matrix(options: Namespace) -> int:
 
     root = root_of(options)
     if options.local:
-        print(_block(root, ledger=options.ledger), end="")
+        print(_block(root, not options.full, ledger=options.ledger)[0], end="")
         return 0
-    text = _block(root, evidence=root / EVIDENCE, use_cache=not (options.write or options.check))
+    text, note = _block(root, not (options.full or options.write), evidence=root / EVIDENCE)
     readme = root / "README.md"
     if options.write:
         print("README.md rewritten" if blocks.write(readme, text) else "README.md is already right")
     elif options.check:
         found = blocks.difference(readme, text)
-        sys.stdout.write(found)
+        print(found or note or "README.md agrees with every byte of the evidence", end="" if found else "\n")
         return 1 if found else 0
     else:
         print(text, end="")

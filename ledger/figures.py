@@ -7,28 +7,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ledger.matrix import where
-from ledger.record import Claim, ClaimStatus, Measure, Record, digest
-from ledger.source import folder_key, read_cache, write_cache
-from ledger.state import state_dir
+from ledger.memory import Memory
+from ledger.record import Claim, ClaimStatus, Measure, digest
 
 HEAD = "| claim, where | figure | shape | median | floor | peers |\n|---|---|---|---|---|---|"
 
 
-class Cached(Record, kw_only=True):
-    """The table as last worked out; `key` binds the evidence and the statuses it follows from."""
-
-    key: str
-    lines: list[str]
-
-
-def remembered(folder: Path, statuses: list[ClaimStatus], claims: Mapping[str, Claim]) -> list[str]:
-    """`table`, read again only when the evidence or a status changed."""
-    key, file = digest([folder_key(folder), statuses]), state_dir() / "figures-1.json"
-    cached = read_cache(file, Cached)
-    if cached is None or cached.key != key:
-        cached = Cached(key=key, lines=table(folder, statuses, claims))
-        write_cache(file, cached)
-    return cached.lines
+def remembered(folder: Path, statuses: list[ClaimStatus], claims: Mapping[str, Claim], memory: Memory) -> list[str]:
+    """`table`, worked out again only when the evidence or a status changed."""
+    return memory.derived(
+        "figures",
+        list[str],
+        lambda: digest([memory.of_folder(folder), statuses, [claims[status.id] for status in statuses]]),
+        lambda: table(folder, statuses, claims),
+    )
 
 
 def table(folder: Path, statuses: Iterable[ClaimStatus], claims: Mapping[str, Claim]) -> list[str]:

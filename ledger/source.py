@@ -6,9 +6,7 @@ Gives `claims.py` one shape for both: facts grouped so that a million records co
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +15,8 @@ import msgspec
 
 from ledger.db import connect_read
 from ledger.facts import Fact
-from ledger.record import Record
-from ledger.state import state_dir
+from ledger.memory import Memory
+from ledger.record import Record, digest
 
 
 class Sourced(Record, kw_only=True):
@@ -60,7 +58,7 @@ LATEST = """
 """
 
 
-def from_ledger(path: Path | str | None, keys: Path) -> Facts:
+def from_ledger(path: Path | str | None, keys: Path, memory: Memory) -> Facts:
     """The latest fact of each kind per cell: kinds differ in outcome, closure, toolchain, witness or sabotage.
 
     A fact that came with an imported evidence file is sealed by the keys of the folder `keys` that signed the file.
@@ -69,29 +67,51 @@ def from_ledger(path: Path | str | None, keys: Path) -> Facts:
     decoder = msgspec.json.Decoder(Fact)
     with contextlib.closing(connect_read(path)) as connection:
         rows = connection.execute(LATEST).fetchall()
-        seals = {source: _seals(connection, source, keys) for source in {row[1] for row in rows}}
+        seals = _seals(connection, sorted({row[1] for row in rows} - {""}), keys, memory)
     found.add(
         Sourced(fact=decoder.decode(body), keys=seals[source][0], clusters=seals[source][1]) for body, source, _ in rows
     )
-
-    def load(name: str) -> dict[str, str] | None:
-        with contextlib.closing(connect_read(path)) as connection:
-            row = connection.execute("SELECT body FROM blob WHERE digest = ?", (name,)).fetchone()
-        return json.loads(row[0]) if row else None
-
-    found.loaders.append(load)
+    found.loaders.append(_Closures(path))
     return found
 
 
-def _seals(connection: sqlite3.Connection, source: str, keys: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    if not source:
-        return (), ()
-    from ledger.evidence import seals_of
-    from ledger.signing import allowed_keys
+class _Closures:
+    """The ledger's closures, read all at once when the first is asked for and parsed one by one."""
 
-    body = connection.execute("SELECT body FROM evidence WHERE digest = ?", (source,)).fetchone()[0]
-    good = seals_of(body.encode(), allowed_keys(keys))
-    return tuple(key.label for key in good), tuple(key.cluster for key in good)
+    def __init__(self, path: Path | str | None):
+        self.path, self.texts = path, None
+
+    def __call__(self, name: str) -> dict[str, str] | None:
+        if self.texts is None:
+            with contextlib.closing(connect_read(self.path)) as connection:
+                self.texts = dict(connection.execute("""SELECT digest, body FROM blob WHERE id IN (
+                    SELECT DISTINCT closure FROM fact)"""))  # fmt: skip
+        text = self.texts.get(name)
+        return None if text is None else msgspec.json.decode(text)
+
+
+Seals = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]  # digest of an evidence file -> key labels, clusters
+
+
+def _seals(connection: sqlite3.Connection, sources: list[str], keys: Path, memory: Memory) -> Seals:
+    """Who sealed each imported file, from its bytes in the ledger."""
+    if not sources:
+        return {"": ((), ())}
+    query = "SELECT digest, body FROM evidence WHERE digest IN (SELECT value FROM json_each(?)) ORDER BY digest"
+    bodies = dict(connection.execute(query, (json.dumps(sources),)))
+
+    def key() -> str:
+        return digest([[name, digest(body.encode())] for name, body in bodies.items()] + [memory.of_folder(keys)])
+
+    def work() -> Seals:
+        from ledger.evidence import seals_of
+        from ledger.signing import allowed_keys
+
+        allowed = allowed_keys(keys)
+        good = {name: seals_of(body.encode(), allowed) for name, body in bodies.items()}
+        return {name: (tuple(k.label for k in found), tuple(k.cluster for k in found)) for name, found in good.items()}
+
+    return {"": ((), ()), **memory.derived("seals", Seals, key, work)}
 
 
 def merge(target: Facts, other: Facts) -> Facts:
@@ -111,57 +131,25 @@ def merge(target: Facts, other: Facts) -> Facts:
     return target
 
 
-class Cached(Record, kw_only=True):
-    """What a folder of evidence said when it was last read; `key` binds every byte of it and of the keys beside it."""
+class Published(Record, kw_only=True):
+    """What a folder of evidence says."""
 
-    key: str
     found: list[Sourced]
     closures: dict[str, dict[str, str]]
 
 
-def from_evidence(folder: Path, use_cache: bool = True) -> Facts:
+def from_evidence(folder: Path, memory: Memory) -> Facts:
     """Facts of every published evidence file in `folder`; none where there is no folder."""
-    paths = sorted(Path(folder).glob("*.jsonl"))
-    if not paths:
-        return Facts()
-    key, file = folder_key(Path(folder)), state_dir() / "evidence-1.json"
-    cached = read_cache(file, Cached) if use_cache else None
-    if cached is None or cached.key != key:
-        cached = _judged(Path(folder), key)
-        if use_cache:
-            write_cache(file, cached)
     found = Facts()
-    found.add(cached.found)
-    found.closures |= cached.closures
+    if any(folder.glob("*.jsonl")):
+        said = memory.derived("evidence", Published, lambda: memory.of_folder(folder), lambda: _judged(folder))
+        found.add(said.found)
+        found.closures |= said.closures
     return found
 
 
-def folder_key(folder: Path) -> str:
-    """A digest of every byte of an evidence folder and of the keys beside it."""
-    paths = [*sorted(folder.glob("*.jsonl")), *sorted((folder.parent / "keys").glob("*.json"))]
-    parts = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _judged(folder: Path, key: str) -> Cached:
+def _judged(folder: Path) -> Published:
     from ledger.evidence import judge_folder
 
     found, closures = judge_folder(folder)
-    return Cached(key=key, found=found, closures={one.fact.closure: closures[one.fact.closure] for one in found})
-
-
-def read_cache(file: Path, kind: type):
-    """What an earlier command worked out; None if there is nothing readable."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
-def write_cache(file: Path, cached: Record) -> None:
-    """A cache that cannot be written costs time, never truth."""
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(cached))
-        temporary.replace(file)
+    return Published(found=found, closures={one.fact.closure: closures[one.fact.closure] for one in found})

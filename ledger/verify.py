@@ -18,15 +18,20 @@ from ledger.chain import attempt_row
 from ledger.db import LedgerError, assert_guards, connect_read
 from ledger.judge import facts
 from ledger.load import load_run
+from ledger.memory import Memory
 from ledger.record import JobRecord, RunRecord, SchemaError, decode, digest, encode
 from ledger.schema import MIGRATIONS
 
 CLOCK_SKEW_S = 600.0
 
 
-def lies(root: Path, ledger: Path | None, runs: Path | None = None) -> Iterator[str]:
-    """Everything found wrong, first lie first. `ledger` may be None: then only published evidence is looked at."""
-    yield from published(root)
+def lies(root: Path, ledger: Path | None, runs: Path | None = None, memory: Memory | None = None) -> Iterator[str]:
+    """Everything found wrong, first lie first. `ledger` may be None: then only published evidence is looked at.
+
+    What `memory` found clean before, byte for byte, is not looked at again.
+    """
+    memory = memory or Memory(root)
+    yield from published(root, memory)
     if ledger is not None:
         try:
             connection = connect_read(ledger)
@@ -34,16 +39,21 @@ def lies(root: Path, ledger: Path | None, runs: Path | None = None) -> Iterator[
             yield f"ledger: {error}"
             return
         with contextlib.closing(connection):
-            yield from in_ledger(connection)
+            yield from memory.unless_verified("ledger", lambda: memory.of_ledger(ledger), lambda: in_ledger(connection))
             if runs is not None:
-                yield from in_directories(connection, runs)
+                yield from in_directories(connection, runs, memory)
 
 
 # --- published evidence ---------------------------------------------------------------------------------------
 
 
-def published(root: Path) -> Iterator[str]:
+def published(root: Path, memory: Memory | None = None) -> Iterator[str]:
     """Keys, every file's chain, seal and consistency, duplicates between files, and files that are missing."""
+    memory, folder = memory or Memory(root), root / "ledger" / "evidence"
+    yield from memory.unless_verified("published", lambda: memory.of_folder(folder), lambda: _published(root))
+
+
+def _published(root: Path) -> Iterator[str]:
     folder = root / "ledger" / "evidence"
     try:
         keys = signing.allowed_keys(root / "ledger" / "keys")
@@ -264,7 +274,7 @@ def _derived(connection: sqlite3.Connection) -> Iterator[str]:
 # --- run directories ------------------------------------------------------------------------------------------
 
 
-def in_directories(connection: sqlite3.Connection, runs: Path) -> Iterator[str]:
+def in_directories(connection: sqlite3.Connection, runs: Path, memory: Memory) -> Iterator[str]:
     """Records and logs that still lie in their run directory must be those that were ingested."""
     query = """SELECT run, job, attempt, rank, digest, head, size_bytes FROM stream
                WHERE id IN (SELECT max(id) FROM stream GROUP BY run, job, attempt, rank) ORDER BY id"""
@@ -272,18 +282,23 @@ def in_directories(connection: sqlite3.Connection, runs: Path) -> Iterator[str]:
         folder = runs / run / "jobs" / job / "attempts" / str(attempt)
         if not (runs / run).is_dir():
             continue
-        yield from _of_artifact(folder / f"rank{rank}.jsonl", name, size, f"{run} {job} attempt {attempt}")
+        where = f"{run} {job} attempt {attempt}"
+        yield from _of_artifact(folder / f"rank{rank}.jsonl", name, size, where, memory)
         if log := json.loads(head).get("log"):
-            yield from _of_artifact(folder / f"rank{rank}.log", log, None, f"{run} {job} attempt {attempt}")
+            yield from _of_artifact(folder / f"rank{rank}.log", log, None, where, memory)
 
 
-def _of_artifact(path: Path, wanted: str, size: int | None, where: str) -> Iterator[str]:
+def _of_artifact(path: Path, wanted: str, size: int | None, where: str, memory: Memory) -> Iterator[str]:
     if not path.is_file():
         yield f"run directory: {where}: {path.name} is gone"
-        return
-    data = path.read_bytes()
-    if hashlib.sha256(data if size is None else data[:size]).hexdigest() != wanted or (size or 0) > len(data):
+    elif memory.digest(path) != wanted and not _began_as(path, wanted, size):
         yield f"run directory: {where}: {path.name} was edited after it was ingested"
+
+
+def _began_as(path: Path, wanted: str, size: int | None) -> bool:
+    """Whether the first `size` bytes are those that were ingested: records may have been added since."""
+    data = path.read_bytes()
+    return size is not None and size <= len(data) and hashlib.sha256(data[:size]).hexdigest() == wanted
 
 
 def looked_at(root: Path, ledger: Path | None) -> str:

@@ -23,7 +23,7 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
         close = [name for name in judge.claims.claims if claim_id in name][:5]
         raise ClaimFileError(f"no claim {claim_id!r}; {'did you mean ' + ', '.join(close) if close else 'see claims'}")
     cells = [_cell(judge, claim, judge.claims.topologies[name], ledger) for name in claim.topologies]
-    judge.tree.save_cache()
+    judge.memory.save()
     passed = [one.fact.toolchain for (name, _), found in judge.facts.real.items() if name == claim.id
               for one in found if one.fact.outcome == "passed"]  # fmt: skip
     return {

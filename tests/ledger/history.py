@@ -2,15 +2,16 @@
 
     python -m tests.ledger.history [--ledger PATH] [--live N]
 
-Needs evidence for the present tree (`k3-harness run cpu`). Edits are made in a scratch copy; nothing is run again
-unless --live, which breaks N functions for real, runs the proven claims' tests there, and checks that whatever fails
-had lost its green cell.
+Works on the published evidence (or on a ledger) for the present tree. Edits are made in a scratch copy; nothing is
+run again unless --live, which breaks N functions for real, runs the proven claims' tests there, and checks that
+whatever fails had lost its green cell.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import random
 import shutil
 import subprocess
@@ -20,14 +21,17 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from ledger import evidence
 from ledger.canonical import FUNCTIONS, parse
 from ledger.claims import Judge, known_inputs, open_judge
 from ledger.db import connect_read
 from ledger.facts import Fact
 from ledger.freshness import Tree
 from ledger.load import load_run
+from ledger.runs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT / "ledger" / "evidence"
 MODEL = ("model", "kda", "mla", "moe", "residual", "layers", "loss", "precision")
 # What a commit touches, and how many of the sixty do.
 COMMITS = {"README or tests": 24, "harness or ledger": 12, "one suite": 9, "one parallel file": 6, "one model file": 6,
@@ -38,7 +42,7 @@ class Bench:
     """A scratch copy of the project, and the proven facts whose closures are compared with it."""
 
     def __init__(self, ledger: Path | None, scratch: Path):
-        self.judge = open_judge(ROOT, ledger)
+        self.judge = open_judge(ROOT, ledger) if ledger else open_judge(ROOT, evidence=PUBLISHED)
         self.root = scratch
         ignored = shutil.ignore_patterns("__pycache__", ".git", "evidence")
         for part in ("k3", "suites", "harness", "ledger", "tests"):
@@ -192,9 +196,7 @@ def history(bench: Bench, seed: int = 0) -> None:
 def dependents(ledger: Path | None, bench: Bench) -> dict[str, set[tuple[str, str]]]:
     """Piece -> cells some test of which recorded it on some rank: read from the raw records, not from the verdicts."""
     found: dict[str, set[tuple[str, str]]] = {}
-    runs = {fact.run for fact in bench.facts.values()}
-    connection = connect_read(ledger)
-    for run in (load_run(connection, name) for name in sorted(runs)):
+    for run in _runs(ledger, {fact.run for fact in bench.facts.values()}):
         jobs = {e.job: e for e in run.record.expected}
         for stream in run.streams:
             expected = jobs[stream.job]
@@ -207,6 +209,14 @@ def dependents(ledger: Path | None, bench: Bench) -> dict[str, set[tuple[str, st
                         for piece in run.closures[run.closure_of(row)]:
                             found.setdefault(piece, set()).add(cell)
     return found
+
+
+def _runs(ledger: Path | None, names: set[str]) -> Iterator[Run]:
+    if ledger is None:
+        yield from (file.run for file in evidence.read_folder(PUBLISHED) if file.run.record.run in names)
+        return
+    with contextlib.closing(connect_read(ledger)) as connection:
+        yield from (load_run(connection, name) for name in sorted(names))
 
 
 def mutations(bench: Bench, ledger: Path | None, seed: int = 0) -> None:

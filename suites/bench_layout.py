@@ -1,10 +1,13 @@
 """What layouts cost: context, expert and pipeline parallelism over two ranks beside one, with the bytes they move.
 
 Each figure is forward and backward; every round starts together and its time is the slowest rank's. The whole on one
-rank is measured in the same process. On a CPU the shapes are small and say nothing of a GPU.
+rank is measured in the same process, and both a fixed total of tokens (or layers) and as much on each of two ranks.
+On a CPU the shapes are small and say nothing of a GPU, and what overlaps is not measured.
 """
 
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 
 import pytest
@@ -20,6 +23,7 @@ from k3.parallel.expert import ExpertDispatcher
 from k3.parallel.pipeline import Pipeline
 from suites.gpu_common import ratio
 from suites.layout_layers import DTYPES, SIZES, built, draw, run
+from suites.overlap import profiled
 from suites.ranks import device
 
 TWO = pytest.mark.ranks(2, timeout_s=180)
@@ -66,23 +70,59 @@ def report(measure, name: str, samples: list[float], shape: str, sent_bytes: int
         print(f"{name} [{shape}]: {1e3 * median(samples):.2f} ms, {sent_bytes or 0} B sent", flush=True)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One way to share work over two ranks: forward and backward are `step()`, what travels is tagged `tag`."""
+
+    name: str
+    shape: str
+    tag: str
+    step: Callable[[], object]
+
+
+def report_cases(measure, cases: Iterator[Case]) -> None:
+    """Time every case and count its bytes, one after the other."""
+    for case in cases:
+        report(measure, case.name, rounds(case.step), case.shape, sent(case.step, case.tag))
+
+
+CONTEXT = [("headwise", None, ""), ("state", None, ""), ("state", 1, ".one_group")]  # mode, head groups, name
+
+
+def context_cases(parallel, layer: nn.Module, total: int, suffix: str = "") -> Iterator[Case]:
+    """A KDA layer over `total` tokens split by heads, and by states in the chosen number of turns and in none."""
+    x, upstream = draw(total, 2), draw(total, 3)
+    for mode, groups, name in CONTEXT:
+        layout = context_layout(parallel, mode, total, head_groups=groups)
+        mine = layout.split(x), layout.split(upstream)
+        yield Case(
+            f"kda.cp2.{mode}{name}{suffix}", f"T={total}", "kda", lambda m=mine, o=layout: run(layer, *m, layout=o)
+        )
+
+
 @TWO
 @pytest.mark.parametrize("length", LENGTHS)
 def test_context(measure, length):
-    """A KDA layer over `length` tokens: the whole on one rank, and split over two by heads and by states."""
+    """A KDA layer over `length` tokens: the whole on one rank, split over two by heads and states, and on each."""
     parallel = connect(ParallelState(cp_size=2), device().type)
     layer, x, upstream = built(KDA, 0), draw(length, 2), draw(length, 3)
-    shape, whole = f"T={length}", run(layer, x, upstream)["y"]
-    report(measure, "kda.cp1", rounds(lambda: run(layer, x, upstream)), shape)
-    for mode in ("headwise", "state"):
-        layout = context_layout(parallel, mode, length)
+    whole = run(layer, x, upstream)["y"]
+    report(measure, "kda.cp1", rounds(lambda: run(layer, x, upstream)), f"T={length}")
+    for mode, groups, _ in CONTEXT:
+        layout = context_layout(parallel, mode, length, head_groups=groups)
         mine = layout.split(x), layout.split(upstream)
         assert ratio(run(layer, *mine, layout=layout)["y"], layout.split(whole)) < AGREES
+    report_cases(measure, context_cases(parallel, layer, length))
+    report_cases(measure, context_cases(parallel, layer, 2 * length, ".fixed_per_rank"))
 
-        def step(mine=mine, layout=layout):
-            run(layer, *mine, layout=layout)
 
-        report(measure, f"kda.cp2.{mode}", rounds(step), shape, sent(step, "kda"))
+def expert_cases(parallel, layer: nn.Module, tokens: int) -> Iterator[Case]:
+    """A routed layer whose experts are shared already, over half of `tokens` on each rank, and over all on each."""
+    x, upstream = draw(tokens, 2), draw(tokens, 3)
+    half = slice(parallel.dp_rank * tokens // 2, (parallel.dp_rank + 1) * tokens // 2)
+    for name, rows in (("fixed_total", half), ("fixed_per_rank", slice(None))):
+        mine = x[:, rows], upstream[:, rows]
+        yield Case(f"moe.ep2.{name}", f"T={tokens}", "experts", lambda m=mine: run(layer, *m))
 
 
 @TWO
@@ -96,12 +136,7 @@ def test_experts(measure, tokens):
     share_experts(layer, parallel)
     half = slice(parallel.dp_rank * tokens // 2, (parallel.dp_rank + 1) * tokens // 2)
     assert ratio(layer(x[:, half]), whole[:, half]) < AGREES
-    for name, rows in (("fixed_total", half), ("fixed_per_rank", slice(None))):
-
-        def step(rows=rows):
-            run(layer, x[:, rows], upstream[:, rows])
-
-        report(measure, f"moe.ep2.{name}", rounds(step), f"T={tokens}", sent(step, "experts"))
+    report_cases(measure, expert_cases(parallel, layer, tokens))
 
 
 def share_experts(layer: nn.Module, parallel) -> None:
@@ -113,24 +148,75 @@ def share_experts(layer: nn.Module, parallel) -> None:
     layer.dispatcher = ExpertDispatcher(parallel, number)
 
 
+MICROBATCHES, BATCH_TOKENS = 8, 4096 // SHRUNK
+
+
+def stack(layers: int) -> K3Config:
+    """So many layers, every fourth of them MLA, in blocks of two."""
+    mla = tuple(range(4, layers + 1, 4))
+    kinds = {"full_attention_layers": mla, "kda_layers": tuple(i for i in range(1, layers + 1) if i not in mla)}
+    dense = {"first_k_dense_replace": layers, "intermediate_size": 2 * SIZES[device().type]["hidden_size"]}
+    sizes = {"num_hidden_layers": layers, "attn_res_block_size": 2, "vocab_size": 1024, "pad_token_id": 0}
+    return K3Config(**SIZES[device().type] | kinds | dense | sizes)
+
+
+def ids_of_microbatches() -> torch.Tensor:
+    shape, generator = (MICROBATCHES, BATCH_TOKENS), torch.Generator().manual_seed(1)
+    return torch.randint(1, 1024, shape, generator=generator).to(device())
+
+
+def pipeline_cases(parallel) -> Iterator[Case]:
+    """Microbatches over two stages under 1F1B: of four layers in all, and of four on each rank."""
+    ids = ids_of_microbatches()
+    for layers, name in ((4, "model.pp2"), (8, "model.pp2.fixed_per_rank")):
+        chunk = parallelize_model(K3Model(stack(layers), parallel, dtype=DTYPES[device().type]).to(device()), parallel)
+        pipeline = Pipeline([chunk], microbatches=MICROBATCHES, rows=1, tokens=BATCH_TOKENS)
+        shape = f"{MICROBATCHES} x {BATCH_TOKENS} tokens, {layers} layers"
+        yield Case(name, shape, "boundary", lambda p=pipeline: p.step(ids, ids))
+
+
 @TWO
 def test_pipeline(measure):
-    """Four layers over eight microbatches: one rank after the other, and two stages under 1F1B."""
-    tokens, kind = 4096 // SHRUNK, device().type
-    stack = {"num_hidden_layers": 4, "kda_layers": (1, 2, 3), "full_attention_layers": (4,), "attn_res_block_size": 2}
-    small = {"first_k_dense_replace": 4, "intermediate_size": 2 * SIZES[kind]["hidden_size"], "vocab_size": 1024}
-    config = K3Config(**SIZES[kind] | stack | small | {"pad_token_id": 0})
-    ids = torch.randint(1, 1024, (8, tokens), generator=torch.Generator().manual_seed(1)).to(device())
-    shape = f"8 x {tokens} tokens, 4 layers"
-    whole = K3Model(config, device=device(), dtype=DTYPES[kind])
+    """Eight microbatches through four layers on one rank, and over two stages: as many layers, and twice as many."""
+    whole, ids = K3Model(stack(4), device=device(), dtype=DTYPES[device().type]), ids_of_microbatches()
+    shape = f"{MICROBATCHES} x {BATCH_TOKENS} tokens, 4 layers"
     report(measure, "model.pp1", rounds(lambda: one_rank(whole, ids)), shape)
-    parallel = connect(ParallelState(pp_size=2), device().type)
-    chunk = parallelize_model(K3Model(config, parallel, dtype=DTYPES[kind]).to(device()), parallel)
-    pipeline = Pipeline([chunk], microbatches=8, rows=1, tokens=tokens)
-    report(measure, "model.pp2", rounds(lambda: pipeline.step(ids, ids)), shape,
-           sent(lambda: pipeline.step(ids, ids), "boundary"))  # fmt: skip
+    report_cases(measure, pipeline_cases(connect(ParallelState(pp_size=2), device().type)))
 
 
 def one_rank(model: nn.Module, ids: torch.Tensor) -> None:
     for row in ids:
         model(row[None], labels=row[None])["loss"].backward()
+
+
+def cases_of(kind: str) -> Iterator[Case]:
+    """The cases whose overlap is measured, by the part of the model."""
+    where = device().type
+    if kind == "pipeline":
+        return pipeline_cases(connect(ParallelState(pp_size=2), where))
+    if kind == "experts":
+        parallel, layer = connect(ParallelState(dp_size=2, ep_size=2), where), built(LatentMoE)
+        share_experts(layer, parallel)
+        return expert_cases(parallel, layer, LENGTHS[1].values[0])
+    return context_cases(connect(ParallelState(cp_size=2), where), built(KDA, 0), LENGTHS[int(kind[-1])].values[0])
+
+
+@TWO
+@pytest.mark.parametrize("kind", ["context0", "context1", "context2", "experts", "pipeline"])
+def test_overlap(measure, kind):
+    """Of every case: time in which kernels communicate, in which they compute, and the share of both at once."""
+    if not ON_GPU:
+        pytest.skip("no GPU here: what overlaps is read from the intervals of its kernels")
+    for case in cases_of(kind):
+        rounds(case.step)
+        dist.barrier()
+        found = profiled(case.step)
+        context = {"shape": case.shape, "dtype": DTYPE}
+        measure(f"{case.name}.communication", "s", "lower", [found.communication_s], **context)
+        measure(f"{case.name}.computation", "s", "lower", [found.computation_s], **context)
+        measure(f"{case.name}.overlapped", "1", "higher", [found.share], **context)
+        assert found.communication_s > 0 and found.computation_s > 0, f"{case.name}: {found}"
+        if dist.get_rank() == 0:
+            print(
+                f"{case.name} [{case.shape}]: {100 * found.share:.0f} % of {1e3 * found.communication_s:.2f} ms hidden"
+            )

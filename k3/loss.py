@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from k3.precision import at_least_fp32
-
-IGNORE_INDEX = -100
+from k3.ops.cross_entropy import IGNORE_INDEX, cross_entropy
 
 
 def lm_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -24,7 +22,7 @@ def loss_sum_and_count(logits: Tensor, labels: Tensor, loss_mask: Tensor | None 
     """sum(mask * ce) and sum(mask): what ranks that split the tokens add up before dividing."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} must match the logits' {tuple(logits.shape[:-1])}")
-    ce = F.cross_entropy(at_least_fp32(logits).flatten(0, -2), labels.flatten(), reduction="none")
+    ce = cross_entropy(logits.flatten(0, -2), labels.flatten())
     mask = (labels.flatten() != IGNORE_INDEX).to(ce.dtype)
     if loss_mask is not None:
         mask = mask * loss_mask.flatten().to(ce.dtype)

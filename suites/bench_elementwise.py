@@ -1,4 +1,4 @@
-"""What bytes alone should bound: the mix over depth, SiTU, MXFP4. Peers: the torch definition, eager and compiled."""
+"""What bytes alone should bound: the mix over depth, SiTU, the loss, MXFP4. Peers: torch, eager and compiled."""
 
 from itertools import cycle
 
@@ -7,6 +7,7 @@ import torch
 
 from k3.ops import mxfp4
 from k3.ops.attnres import attnres_mix
+from k3.ops.cross_entropy import cross_entropy
 from k3.ops.situ import situ
 from suites.gpu_common import ratio
 from suites.timing import DEVICE, ON_GPU, race, timed  # noqa: F401
@@ -107,6 +108,24 @@ def test_situ(race, direction):  # noqa: F811
     else:
         contenders = {label: backward_of(form, sets) for label, form in forms.items()}
         race(contenders, shape=shape, dtype=DTYPE_NAME, floor_bytes=5 * size)
+
+
+def test_cross_entropy(race):  # noqa: F811
+    """The loss over the whole vocabulary and its gradient; the floor reads the logits twice and writes theirs."""
+    torch.manual_seed(3)
+    tokens, vocab = (TOKENS, 163840) if ON_GPU else (TOKENS, 1000)
+    sets = [(randn(tokens, vocab).requires_grad_(), torch.randint(vocab, (tokens,), device=DEVICE)) for _ in range(2)]
+
+    def step(backend):
+        def call(logits, labels):
+            return torch.autograd.grad(cross_entropy(logits, labels, backend=backend).mean(), logits)[0]
+
+        return over(call, sets)
+
+    kernel = "fla" if ON_GPU else "torch"
+    assert ratio(step(kernel)(), step("torch")()) < AGREES
+    contenders = {f"{kernel}.cross_entropy": step(kernel), "torch, eager": step("torch")}
+    race(contenders, shape=f"{tokens} x {vocab}", dtype=DTYPE_NAME, rounds=8, floor_bytes=3 * sets[0][0].nbytes)
 
 
 @pytest.mark.parametrize("direction", ["unpack", "pack"])

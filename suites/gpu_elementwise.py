@@ -1,4 +1,4 @@
-"""Everything on a GPU that works token by token or a few tokens back: SiTU, short convolution, norms, MXFP4.
+"""Everything on a GPU that works token by token or a few tokens back: SiTU, short convolution, norms, loss, MXFP4.
 
 Each kernel is compared with the product's own definition in float64, fed the same rounded inputs. Limits in bfloat16:
 one rounding of the result is 2^-9 per element, 1.7e-3 in L2; gradients pass through one more.
@@ -9,11 +9,14 @@ import torch
 from torch.func import functional_call
 
 from k3.layers import RMSNorm
+from k3.loss import lm_loss
 from k3.ops import mxfp4
+from k3.ops.cross_entropy import cross_entropy
 from k3.ops.gated_norm import gated_norm
 from k3.ops.kda import l2_normalize
 from k3.ops.short_conv import short_conv, short_conv_normed
 from k3.ops.situ import situ
+from k3.paths import listen
 from suites.gpu_common import Draw, exact_float32, gradients, leaves, on_gpu, paired, within  # noqa: F401
 
 pytestmark = on_gpu
@@ -159,6 +162,60 @@ def test_rms_norm(eps):
     found = lambda x, weight: functional_call(norm, {"weight": weight}, (x,))  # noqa: E731
     wanted = lambda x, weight: weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))  # noqa: E731
     both(found, wanted, inputs, TWO_ROUNDINGS, TWO_ROUNDINGS)
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1000, 163840])
+def test_cross_entropy(vocab):
+    """Each token's loss and gradient; an ignored one's are zero; neither pass writes into the logits."""
+    make = Draw(vocab)
+    x = leaves({"logits": make.normal(65, vocab, scale=3.0)})
+    y, before = leaves(x, torch.float64), x["logits"].detach().clone()
+    labels = make.integers(vocab, 65)
+    labels[[0, 30, 64]], labels[1], labels[2] = -100, vocab - 1, 0
+    found, wanted = (cross_entropy(*z.values(), labels, backend=b) for z, b in ((x, "fla"), (y, "torch")))
+    upstream = make.normal(65, dtype=torch.float32)
+    mine, exact = gradients(found, x, upstream), gradients(wanted, y, upstream.double())
+    within({"loss": (found, wanted)} | paired(mine, exact), {"loss": 1e-5, "dlogits": ONE_ROUNDING})
+    assert not found[labels == -100].any() and not mine["dlogits"][labels == -100].any()
+    assert torch.equal(x["logits"], before)
+
+
+def test_cross_entropy_memory():
+    """Forward keeps no second copy of the logits, in no precision."""
+    x, labels = leaves({"logits": Draw(1).normal(512, 163840)}), Draw(2).integers(163840, 512)
+    cross_entropy(x["logits"], labels)  # compiled before memory is watched
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cross_entropy(x["logits"], labels)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 0.01 * x["logits"].nbytes, f"{peak} bytes at the peak for logits of {x['logits'].nbytes}"
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+def test_loss_of_masks(kept):
+    """The model's loss in bfloat16: labels ignored, tokens weighed, nothing left to learn from; by the fused path."""
+    make, seen = Draw(5), []
+    x = leaves({"logits": make.normal(2, 33, 1024)})
+    y, labels = leaves(x, torch.float64), make.integers(1024, 2, 33)
+    labels[1, 20:] = -100
+    mask = kept * (make.integers(3, 2, 33) / 2.0)
+    with listen(seen.append):
+        found = lm_loss(x["logits"], labels, mask)
+    wanted = lm_loss(y["logits"], labels, mask)
+    mine, exact = gradients(found, x, None), gradients(wanted, y, None)
+    assert seen == ["fla.cross_entropy"]
+    if kept:
+        within({"loss": (found, wanted)} | paired(mine, exact), {"loss": 1e-5, "dlogits": ONE_ROUNDING})
+    assert kept or (found == 0 and not mine["dlogits"].any())
+
+
+def test_cross_entropy_refuses():
+    """The kernel computes in float32, so it takes no float64 logits."""
+    with pytest.raises(ValueError, match="float64; use backend='torch'"):
+        cross_entropy(torch.zeros(1, 4, device="cuda").double(), torch.zeros(1, dtype=torch.long), backend="fla")
 
 
 # --- MXFP4 -------------------------------------------------------------------------------------------------------

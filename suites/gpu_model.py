@@ -22,7 +22,7 @@ GRADIENTS = [(case, length) for case, lengths in GRADIENT_LENGTHS.items() for le
 FLIP_FREE = [pair for pair in ALL if Golden(pair[0]).routing_flips(pair[1]) == 0]
 KERNELS = {
     "fla.chunk_kda", "triton.short_conv", "fla.rms_norm_gated", "triton.attnres", "triton.situ", "triton.route",
-    "torch.grouped_mm", "cudnn.sdpa",
+    "torch.grouped_mm", "cudnn.sdpa", "fla.cross_entropy",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import torch
 from k3.ops import route
 from k3.ops.attention import attention
 from k3.ops.attnres import attnres_mix
+from k3.ops.cross_entropy import cross_entropy
 from k3.ops.gated_norm import gated_norm
 from k3.ops.kda import kda
 from k3.ops.mxfp4 import pack
@@ -35,6 +36,7 @@ def test_kda_kernels_refuse_a_cpu(backend):
         lambda: attnres_mix([X, X], X[0, 0, 0], X[0, 0, :1], 1e-5, backend="fast"),
         lambda: attention(X, X, X, backend="fast"),
         lambda: gated_norm(X, X, X[0, 0, 0], 1e-5, backend="fast"),
+        lambda: cross_entropy(X[0, 0], torch.tensor([0, 1]), backend="fast"),
         lambda: short_conv(X.flatten(2), torch.ones(32, 1, 4), backend="fast"),
         lambda: pack(X.flatten(2), backend="fast"),
         lambda: route.spread(X[0, 0], route.sort_by_expert(torch.tensor([[0], [1]]), 2), backend="fast"),
@@ -50,6 +52,12 @@ def test_cudnn_refuses_positions():
     """Attention at given positions needs a mask, which cuDNN's kernel does not take."""
     with pytest.raises(ValueError, match="use torch_sdpa"):
         attention(X, X, X, q_positions=torch.arange(4), backend="cudnn")
+
+
+def test_fused_loss_refuses_a_cpu():
+    """The fused cross entropy runs on CUDA and says so instead of computing elsewhere."""
+    with pytest.raises(ValueError, match="logits are on cpu; use backend='torch'"):
+        cross_entropy(X[0, 0], torch.tensor([0, 1]), backend="fla")
 
 
 def test_triton_pack_refuses_other_ties():

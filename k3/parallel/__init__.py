@@ -11,7 +11,7 @@ _HOMES = {
     "ParallelState": "mesh",
     "connect": "mesh",
     "parallelize_model": "parallelize",
-    "context_layout": "context",
+    "context_layout": "layouts",
     "sync_gradients": "data",
     "clip_gradients": "data",
     "fully_shard_model": "data",

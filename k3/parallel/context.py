@@ -1,6 +1,6 @@
 """Context parallelism: one sequence over the cp ranks, exact in outputs and gradients, for rows and packed documents.
 
-Two ways, both chosen per batch by `context_layout`:
+Two ways, both chosen per batch by `layouts.context_layout`:
 
 - headwise: every document is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r (zigzag, which
   balances causal attention). KDA swaps tokens for heads by one all-to-all before its convolution and back by one
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,25 +66,21 @@ class ContextLayout(SequenceLayout):
 
     parallel: Any
     total: int
+    bounds: list[int]  # of documents, in the whole sequence
     head_groups: int | None = None
     _moved: dict = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def bounds(self) -> list[int]:
-        """Document bounds of the whole sequence."""
-        return document_bounds(self.cu_seqlens, self.total)
-
-    @cached_property
+    @property
     def local_tokens(self) -> int:
         """Tokens on each rank."""
         return self.total // self.parallel.cp_size
 
-    @cached_property
+    @property
     def spans(self) -> list[Span]:
         """What this rank holds, in local order."""
         return self.spans_of(self.parallel.cp_rank)
 
-    @cached_property
+    @property
     def order(self) -> Tensor:
         """Global position of every token, ranks one after the other."""
         ranks = range(self.parallel.cp_size)
@@ -123,7 +118,7 @@ class ContextLayout(SequenceLayout):
         """Put tokens gathered rank after rank into sequence order."""
         return x.index_select(dim, self.moved("inverse", x.device))
 
-    @cached_property
+    @property
     def inverse(self) -> Tensor:
         """Where each token of the whole sequence stands among the ranks' tokens."""
         return self.order.argsort()
@@ -198,7 +193,7 @@ class StateLayout(ContextLayout):
         first = self.spans_of(rank)[0]
         return first.document < first.start
 
-    @cached_property
+    @property
     def local_cu_seqlens(self) -> Tensor | None:
         """Bounds of the pieces of documents on this rank; None when there is one."""
         if len(self.spans) == 1:
@@ -287,28 +282,11 @@ def refuse_state(state: Any) -> None:
 MODES = {"headwise": HeadwiseLayout, "state": StateLayout}
 
 
-def context_layout(
-    parallel: Any,
-    mode: str,
-    total: int,
-    cu_seqlens: Tensor | None = None,
-    local_cp_size: int | None = None,
-    head_groups: int | None = None,
-) -> SequenceLayout:
-    """Return the layout of a batch of `total` tokens a row, packed by the (padded) `cu_seqlens` if given.
-
-    Raises ValueError naming value and rule; a plain SequenceLayout when cp_size is 1. `local_cp_size`: over how many
-    ranks the packed batch was prepared, 1 (whole) or cp_size. `head_groups`: see `ContextLayout`; for mode "state".
-    """
+def shared_layout(
+    parallel: Any, mode: str, total: int, cu_seqlens: Tensor | None, head_groups: int | None
+) -> ContextLayout:
+    """The layout of a batch whose tokens are shared out over cp ranks. Raises ValueError naming value and rule."""
     size = parallel.cp_size
-    if local_cp_size not in (None, 1, size):
-        raise ValueError(
-            f"local_cp_size={local_cp_size} is neither 1 nor cp_size={size}; prepare the batch for one of them"
-        )
-    if mode not in MODES:
-        raise ValueError(f"kda_cp_mode={mode!r} is unknown; use one of {', '.join(MODES)}")
-    if size == 1 or local_cp_size == 1:
-        return SequenceLayout(cu_seqlens=cu_seqlens)
     bounds = document_bounds(cu_seqlens, total)
     if mode == "state" and total % size:
         raise ValueError(
@@ -321,4 +299,4 @@ def context_layout(
                     f"a document of {last - first} tokens is not divisible by 2*cp_size={2 * size}; pad it to "
                     f"{-(-(last - first) // (2 * size)) * 2 * size}"
                 )
-    return MODES[mode](cu_seqlens=cu_seqlens, parallel=parallel, total=total, head_groups=head_groups)
+    return MODES[mode](cu_seqlens=cu_seqlens, parallel=parallel, total=total, bounds=bounds, head_groups=head_groups)

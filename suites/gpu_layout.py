@@ -28,11 +28,11 @@ TWO = pytest.mark.ranks(2, timeout_s=180)
 DOCUMENTS = {"state": (1, 3, 700, 2, 64, 1, 2000, 65, 1260), "headwise": (4, 8, 700, 4, 64, 4, 2000, 68, 1244)}
 
 
-def compare(kind, mode: str, length: int, bounds: torch.Tensor | None = None) -> None:
+def compare(kind, mode: str, length: int, bounds: torch.Tensor | None = None, groups: int | None = None) -> None:
     """Output, input gradient and every parameter's gradient of a layer over two ranks against the whole on one."""
     parallel = connect(ParallelState(cp_size=2), device().type)
     layer, x, upstream = built(kind, 0), draw(length, 2), draw(length, 3)
-    layout = context_layout(parallel, mode, length, bounds)
+    layout = context_layout(parallel, mode, length, bounds, head_groups=groups)
     whole = SequenceLayout(cu_seqlens=None if bounds is None else bounds.to(device()))
     wanted = run(layer, x, upstream, layout=whole)
     wanted |= {name: layout.split(wanted[name]) for name in ("y", "dx")}
@@ -55,6 +55,21 @@ def test_kda_packed(mode):
     """A KDA layer over packed documents, some of one token and one on both GPUs, equals the whole row on one."""
     lengths = torch.tensor([0, *DOCUMENTS[mode]])
     compare(KDA, mode, int(lengths.sum()), lengths.cumsum(0).to(torch.int32))
+
+
+@TWO
+@pytest.mark.parametrize("groups", [2, 4])
+def test_kda_rows_in_turns(groups):
+    """A KDA layer that passes its states over groups of heads in turn equals the whole row on one GPU."""
+    compare(KDA, "state", 8192, groups=groups)
+
+
+@TWO
+@pytest.mark.parametrize("groups", [2, 4])
+def test_kda_packed_in_turns(groups):
+    """Packed documents with states passed in turn equal the whole row on one GPU."""
+    lengths = torch.tensor([0, *DOCUMENTS["state"]])
+    compare(KDA, "state", int(lengths.sum()), lengths.cumsum(0).to(torch.int32), groups)
 
 
 @TWO

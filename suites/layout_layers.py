@@ -40,11 +40,11 @@ def built(kind: type[nn.Module], *arguments) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(_value(name, noise))
+        parameter.data.copy_(value(name, noise))
     return layer
 
 
-def _value(name: str, noise: torch.Tensor) -> torch.Tensor:
+def value(name: str, noise: torch.Tensor) -> torch.Tensor:
     if name.endswith("A_log"):
         return 0.4 * noise
     if name.endswith("dt_bias"):

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from k3.initial import blocks
 from k3.parallel import ParallelState
 from k3.protocol import ImplConfig, build_model
 from k3.sharding import local_slices
@@ -19,6 +18,7 @@ LAYOUTS = {
     "ep2": {"dp_size": 2, "ep_size": 2},
     "etp2": {"dp_size": 2, "etp_size": 2},
     "pp2": {"pp_size": 2},
+    "ep8": {"dp_size": 8, "ep_size": 8},
     "tp2_ep2_pp2": {"tp_size": 2, "ep_size": 2, "pp_size": 2},
 }
 RANKED = [
@@ -88,11 +88,3 @@ def test_initial_values_are_those_of_one_rank(axes):
         mine = whole[name][local_slices(name, whole[name].shape, model.parallel)]
         assert torch.equal(part(tensor), mine), name
     assert len({float(x.std()) for name, x in whole.items() if "q_proj" in name}) > 1, "layers start alike"
-
-
-@pytest.mark.ranks(1)
-def test_blocks_cover_a_slice():
-    """Of a matrix a block is 1024 rows, of stacked experts one; those that meet the slice are visited, once."""
-    assert list(blocks((3000, 8), slice(1500, 3000))) == [(1024, 2048), (2048, 3000)]
-    assert list(blocks((4, 6, 8), slice(2, 4))) == [(2, 3), (3, 4)]
-    assert list(blocks((48, 1, 4), slice(24, 48))) == [(0, 48)]

@@ -18,6 +18,7 @@ COMMANDS = {
     "logs": ("harness.logs", "what a job's ranks printed"),
     "cancel": ("harness.cancel", "end jobs of a run"),
     "collect": ("harness.collect", "bring a run home into the ledger; resumes from anything"),
+    "bench": ("harness.repeat", "time benchmarks in fresh processes, in turn with another commit's"),
     "pack": ("harness.pack", "put plan and snapshot into one file for a host without network"),
     "exec": ("harness.execute", "run a packed plan where it was carried to"),
     "tune": ("harness.tune", "warm and keep the kernels' tuned configurations"),

@@ -7,6 +7,7 @@ id and are never verdicts on the real code. The ledger turns them into kill rate
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import time
@@ -57,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command(options: argparse.Namespace) -> int:
     """Run what has no verdict yet. 0: every selected claim reaches its declared rate; 1: some does not."""
     console = Console(highlight=False)
-    session = prepare(options)
+    session = prepare(options, revision.find_root())
     try:
         todo = pending(session, options)
         console.print(f"{len(todo)} sabotages to run, {sum(len(s.claims) for s in todo)} (claim, sabotage) pairs")
@@ -67,9 +68,9 @@ def command(options: argparse.Namespace) -> int:
     return report(session, console)
 
 
-def prepare(options: argparse.Namespace) -> Session:
-    """Snapshot the tree and plan its tests once; every sabotage shares both."""
-    cluster, root = clusters.find(options.cluster), revision.find_root()
+def prepare(options: argparse.Namespace, root: Path) -> Session:
+    """Snapshot the tree and plan its tests once; every run of the session shares both."""
+    cluster = clusters.find(options.cluster)
     base, _ = spool.new_run(cluster.spool)
     try:
         snapshot = revision.take(root, base / "snapshot")
@@ -81,7 +82,7 @@ def prepare(options: argparse.Namespace) -> Session:
         ).plan()  # fmt: skip
         broken = [f"{cell.claim}: {cell.reason}" for cell in plan.cells if cell.action == "broken"]
         if broken:
-            raise HarnessError("cannot judge sabotages of broken claims; " + "; ".join(broken))
+            raise HarnessError("cannot run broken claims; " + "; ".join(broken))
     except BaseException:
         spool.discard(base)
         raise
@@ -152,17 +153,20 @@ def run_all(session: Session, todo: list[Sabotage], console: Console) -> None:
 def start(session: Session, one: Sabotage) -> Path:
     """Submit one sabotage: a run whose snapshot is the base's with the edit made."""
     run_dir, nonce = spool.new_run(session.cluster.spool)
-    tree = run_dir / "snapshot"
-    shutil.copytree(session.snapshot.path, tree, copy_function=os.link)
-    sabotage.apply(one, tree)
-    manifest = session.snapshot.manifest | {one.file: revision.sha256(tree / one.file)}
-    snapshot = Snapshot(
-        path=tree, manifest=manifest, commit=session.snapshot.commit, dirty_files=session.snapshot.dirty_files
-    )
+    untouched = copied(session, run_dir)
+    sabotage.apply(one, untouched.path)
+    manifest = untouched.manifest | {one.file: revision.sha256(untouched.path / one.file)}
+    snapshot = dataclasses.replace(untouched, manifest=manifest)
     plan = planned(session.plan, one, snapshot.hash)
     write_run(plan, snapshot, session.cluster, run_dir, nonce)
     submit(plan, session.cluster, run_dir)
     return run_dir
+
+
+def copied(session: Session, run_dir: Path) -> Snapshot:
+    """The session's snapshot in a run directory of its own, by hard links: its files are never written to."""
+    shutil.copytree(session.snapshot.path, run_dir / "snapshot", copy_function=os.link)
+    return dataclasses.replace(session.snapshot, path=run_dir / "snapshot")
 
 
 def planned(plan: Plan, one: Sabotage, snapshot: str) -> Plan:

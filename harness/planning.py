@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +15,13 @@ import msgspec
 from harness import cluster as clusters
 from harness import costs, fingerprint, output, revision, spool
 from harness.cluster import Cluster
+from harness.discover import Discovery, discover
 from harness.plan import Planner, Request
 from harness.revision import Snapshot
 from harness.spec import ClaimStatus, Plan, Topology
 from ledger import claimfile
+from ledger.memory import Memory
+from ledger.record import digest
 from ledger.state import ledger_path
 
 COLUMNS = ("claim", "topology", "action", "cpu_s", "gpu_s", "reason")
@@ -33,14 +40,16 @@ class Session:
     ledger: Path | None
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what is meant; plan, run and submit share them."""
+def add_selection(parser: argparse.ArgumentParser, settled: bool = True) -> None:
+    """The arguments that say what is meant; `settled`: whether cells may be left out because they are settled."""
     parser.add_argument("names", nargs="*", metavar="SUITE", help="suites, claims (or their first words), test files")
     parser.add_argument("--cluster", default="local", help="a cluster profile: its name or its path")
+    parser.add_argument("--ledger", type=Path, help="another ledger file")
+    if not settled:
+        return
     parser.add_argument("--all", action="store_true", help="run what is settled at this tree, too")
     parser.add_argument("--stale", action="store_true", help="list only what must be run again, cheapest first")
     parser.add_argument("--budget", default="", help="prove most for this much, e.g. 4gpuh or 30cpumin")
-    parser.add_argument("--ledger", type=Path, help="another ledger file")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +60,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Say what a run would do, cell by cell, and submit nothing."""
-    session = prepare(options)
-    spool.discard(session.run_dir)
-    rows = [msgspec.to_builtins(cell) for cell in session.plan.cells]
+    plan = look(options)
+    rows = [msgspec.to_builtins(cell) for cell in plan.cells]
     if options.stale:
         rows = sorted((row for row in rows if row["action"] == "run"), key=lambda row: (row["gpu_s"], row["cpu_s"]))
     output.emit(rows, COLUMNS, options)
     if not (options.json or options.csv):
-        print(summary(session.plan))
+        print(summary(plan))
     return 0
+
+
+def look(options: argparse.Namespace) -> Plan:
+    """Plan the tree as it lies; it is copied only if tests must be collected that were not collected in it before."""
+    root = revision.find_root()
+    memory = Memory(root)
+    snapshot = revision.look(root, memory.digest)
+
+    def collect(tree: Path, wanted: list[str]) -> Discovery:
+        return collected(memory, snapshot, wanted) if wanted else discover(tree, wanted)
+
+    plan = _plan(options, clusters.find(options.cluster), root, snapshot, collect)
+    memory.save()
+    return plan
+
+
+def collected(memory: Memory, snapshot: Snapshot, wanted: list[str]) -> Discovery:
+    """The tests of a tree, collected in a copy; remembered, if without faults, for this content and interpreter."""
+    ours = sorted(pair for pair in os.environ.items() if pair[0].startswith("K3_") and pair[0] != "K3_STATE_DIR")
+    key = digest([snapshot.hash, wanted, sys.version, sys.path, fingerprint.toolchain_here(), ours])
+    if (kept := memory.recall("collected", key)) is not None:
+        return msgspec.json.decode(kept.value, type=Discovery)
+    with tempfile.TemporaryDirectory(prefix="k3-plan-") as folder:
+        copy = revision.take(snapshot.path, Path(folder) / "snapshot")
+        found = discover(copy.path, wanted)
+    if not found.errors and copy.hash == snapshot.hash:
+        memory.keep("collected", key, found)
+    return found
 
 
 def prepare(options: argparse.Namespace) -> Session:
@@ -69,22 +105,26 @@ def prepare(options: argparse.Namespace) -> Session:
     run_dir, nonce = spool.new_run(cluster.spool)
     try:
         snapshot = revision.take(root, run_dir / "snapshot")
-        request = Request(
-            names=tuple(options.names), everything=options.all, budget=options.budget,
-            tests_per_job=cluster.tests_per_job,
-            cluster="" if cluster.scheduler == "local" else cluster.name,
-        )  # fmt: skip
-        topologies = claimfile.load(snapshot.path).topologies.values()
-        plan = Planner(
-            root=root, snapshot=snapshot, request=request, statuses=known_statuses(root, options.ledger),
-            durations=costs.durations(options.ledger), unavailable=unavailable(topologies, cluster),
-            toolchain=fingerprint.toolchain_here() if cluster.scheduler == "local" else {},
-        ).plan()  # fmt: skip
+        plan = _plan(options, cluster, root, snapshot, discover)
     except BaseException:
         spool.discard(run_dir)
         raise
     return Session(root=root, cluster=cluster, run_dir=run_dir, nonce=nonce, snapshot=snapshot, plan=plan,
                    ledger=options.ledger)  # fmt: skip
+
+
+def _plan(options: argparse.Namespace, cluster: Cluster, root: Path, snapshot: Snapshot, collect: Callable) -> Plan:
+    request = Request(
+        names=tuple(options.names), everything=options.all, budget=options.budget,
+        tests_per_job=cluster.tests_per_job,
+        cluster="" if cluster.scheduler == "local" else cluster.name,
+    )  # fmt: skip
+    topologies = claimfile.load(snapshot.path).topologies.values()
+    return Planner(
+        root=root, snapshot=snapshot, request=request, statuses=known_statuses(root, options.ledger),
+        durations=costs.durations(options.ledger), unavailable=unavailable(topologies, cluster),
+        toolchain=fingerprint.toolchain_here() if cluster.scheduler == "local" else {}, collect=collect,
+    ).plan()  # fmt: skip
 
 
 def known_statuses(root: Path, ledger: Path | None) -> list[ClaimStatus]:

@@ -270,4 +270,5 @@ def listing(found: dict[Key, list[Sample]], peers: list[Comparison]) -> list[dic
 def as_row(c: Comparison) -> dict:
     """A comparison as plain data."""
     return {"test": c.key.test, "measure": c.key.measure, "shape": c.key.shape, "dtype": c.key.dtype,
-            "verdict": c.verdict, "ratio": c.ratio, "p": c.p, "processes": c.processes, "reason": c.reason}  # fmt: skip
+            "against": c.against, "verdict": c.verdict, "ratio": c.ratio, "p": c.p, "processes": c.processes,
+            "reason": c.reason}  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 
@@ -30,17 +32,16 @@ def emit(rows: Sequence[dict], columns: Sequence[str], options: argparse.Namespa
 
 
 def table(rows: Sequence[dict], columns: Sequence[str]) -> None:
-    """A plain table, as wide as the terminal allows."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        shown.add_column(column.replace("_", " "), overflow="fold")
-    for row in rows:
-        shown.add_row(*(_cell(row.get(column, "")) for column in columns))
-    Console().print(shown)
+    """A plain table; on a terminal the last column is folded to what room is left."""
+    texts = [[column.replace("_", " ") for column in columns]]
+    texts += [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    *widths, _ = (max(map(len, column)) for column in zip(*texts, strict=True))
+    indent = sum(widths) + 2 * len(widths)
+    room = max(shutil.get_terminal_size().columns - indent, 20) if sys.stdout.isatty() else sys.maxsize
+    for *first, last in texts:
+        start = "".join(f"{text:<{width + 2}}" for text, width in zip(first, widths, strict=True))
+        parts = textwrap.wrap(last, room) or [""]
+        print("\n".join([(start + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]))
 
 
 def _cell(value) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class Planner:
     durations: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # topology -> why it cannot run there
     toolchain: dict[str, str] = field(default_factory=dict)  # part -> version where jobs will run; unknown parts absent
+    collect: Callable[[Path, list[str]], Discovery] = discover  # which tests files of the snapshot have
 
     def plan(self) -> Plan:
         """Decide about each selected cell, and lay out the jobs of those that run."""
@@ -59,7 +60,7 @@ class Planner:
         cells = [self._before_collection(claim, topology) for claim, topology in pairs]
         going = {cell.claim for cell in cells if cell.action == "run"}
         files = [test.split("::")[0] for claim in claims if claim.id in going for test in claim.tests]
-        found = discover(self.snapshot.path, list(dict.fromkeys(files)))
+        found = self.collect(self.snapshot.path, list(dict.fromkeys(files)))
         cells = [self._after_collection(cell, found) if cell.action == "run" else cell for cell in cells]
         cells = self._within_budget([self._cost(cell) for cell in cells])
         return self._layout(claims, cells, found)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -70,6 +71,11 @@ def take(root: Path, target: Path) -> Snapshot:
         copy.chmod(0o444)
     commit, dirty = git_state(root)
     return Snapshot(path=target, manifest=manifest(target), commit=commit, dirty_files=dirty)
+
+
+def look(root: Path, digest_of: Callable[[Path], str]) -> Snapshot:
+    """The tree as it lies, not copied: what `take` would call it, for those who only read. Git is not asked."""
+    return Snapshot(path=root, manifest={path: digest_of(root / path) or sha256(root / path) for path in files(root)})
 
 
 def manifest(tree: Path) -> dict[str, str]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ledger.record import Claim, Input, Record, Topology, check_schema
+from ledger.memory import Memory
+from ledger.record import Claim, Input, Record, Topology, check_schema, digest
 
 CLAIM_FILE = "suites/claims.toml"
 TOP_LEVEL = ("schema", "topologies", "inputs", "claims", "suites", "sabotages")
@@ -46,20 +47,34 @@ def load(path: Path | str) -> ClaimFile:
     path = Path(path)
     path = path / CLAIM_FILE if path.is_dir() else path
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"), path.name)
     except OSError as error:
         raise ClaimFileError(f"{path.name}: {error.strerror}; a project states its claims in {CLAIM_FILE}") from error
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, name: str) -> ClaimFile:
+    import tomllib  # not needed where the file was read before
+
+    try:
+        raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ClaimFileError(f"{path.name} is not TOML: {error}") from error
+        raise ClaimFileError(f"{name} is not TOML: {error}") from error
     check_schema(raw)
-    return _Reader(raw, path).read()
+    return _Reader(raw, name).read()
+
+
+def remembered(root: Path, memory: Memory) -> ClaimFile:
+    """`load` of a project root, parsed again only when the file changed."""
+    path = root / CLAIM_FILE
+    return memory.derived("claims", ClaimFile, lambda: digest([memory.digest(path), memory.code()]), lambda: load(path))
 
 
 class _Reader:
     """Collects faults while turning the raw table into records."""
 
-    def __init__(self, raw: dict[str, Any], path: Path):
-        self.raw, self.path, self.faults = raw, path, []
+    def __init__(self, raw: dict[str, Any], name: str):
+        self.raw, self.name, self.faults = raw, name, []
 
     def read(self) -> ClaimFile:
         self.check_keys("top level", self.raw, TOP_LEVEL)
@@ -72,9 +87,9 @@ class _Reader:
             self.check_topology(topology)
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
-            raise ClaimFileError(f"{self.path.name} has {len(self.faults)} faults:\n{lines}")
+            raise ClaimFileError(f"{self.name} has {len(self.faults)} faults:\n{lines}")
         return ClaimFile(
-            path=self.path.name,
+            path=self.name,
             claims=claims,
             topologies=topologies,
             inputs=inputs,

@@ -37,7 +37,8 @@ def open_judge(
     root: Path | str, ledger: Path | str | None = None, evidence: Path | str | None = None, *, use_cache: bool = True
 ) -> Judge:
     """The judge of a tree, with the facts that `statuses` would use."""
-    claims, memory = claimfile.load(Path(root)), Memory(root, read=use_cache)
+    memory = Memory(root, read=use_cache)
+    claims = claimfile.remembered(Path(root), memory)
     facts = gather(Path(root), ledger, evidence, memory)
     return Judge(claims, Tree(Path(root), known_inputs(claims), memory), facts)
 

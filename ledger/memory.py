@@ -27,6 +27,7 @@ from ledger.state import state_dir
 
 RACY_NS = 2_000_000_000
 MOST_ENTRIES = 20_000
+VERIFIED = ("published", "ledger", "evidence")  # what is remembered because every byte of it was checked
 CODE = Path(__file__).parent
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Memory:
 
     def __init__(self, root: Path | str, read: bool = True):
         self.read = read
-        self.since: list[float] = []  # when what was answered from memory was worked out
+        self.since: dict[str, float] = {}  # what was answered from memory -> when it was worked out
         self.unchanged: set[str] = set()  # files that were not read again
         self.tables: dict[str, dict[str, Any]] = {}
         self.changed: set[str] = set()
@@ -102,7 +103,7 @@ class Memory:
         if (kept := self.recall(name, before)) is not None:
             with contextlib.suppress(msgspec.MsgspecError):
                 found = msgspec.json.decode(kept.value, type=kind)
-                self.since.append(kept.at)
+                self.since[name] = kept.at
                 return found
         found = work()
         if key() == before:
@@ -113,7 +114,7 @@ class Memory:
         """The lies that `check` finds; it is not asked again about what it found clean."""
         before, clean = key(), True
         if (kept := self.recall(name, before)) is not None:
-            self.since.append(kept.at)
+            self.since[name] = kept.at
             return
         for lie in check():
             clean = False
@@ -123,9 +124,10 @@ class Memory:
 
     def note(self) -> str:
         """In words, what was answered from memory; '' if nothing was."""
-        if not self.since:
+        times = [at for name, at in self.since.items() if name in VERIFIED]
+        if not times:
             return ""
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(self.since)))
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(times)))
         return f"{len(self.unchanged)} files unchanged since they were verified at {at}; --full reads them again"
 
     # --- files ------------------------------------------------------------------------------------------------

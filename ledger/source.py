@@ -132,10 +132,11 @@ def merge(target: Facts, other: Facts) -> Facts:
 
 
 class Published(Record, kw_only=True):
-    """What a folder of evidence says."""
+    """What a folder of evidence says; a closure is written as places in the list of all pieces."""
 
     found: list[Sourced]
-    closures: dict[str, dict[str, str]]
+    pieces: list[tuple[str, str]]
+    closures: dict[str, list[int]]
 
 
 def from_evidence(folder: Path, memory: Memory) -> Facts:
@@ -144,7 +145,7 @@ def from_evidence(folder: Path, memory: Memory) -> Facts:
     if any(folder.glob("*.jsonl")):
         said = memory.derived("evidence", Published, lambda: memory.of_folder(folder), lambda: _judged(folder))
         found.add(said.found)
-        found.closures |= said.closures
+        found.closures |= {name: dict(map(said.pieces.__getitem__, places)) for name, places in said.closures.items()}
     return found
 
 
@@ -152,4 +153,8 @@ def _judged(folder: Path) -> Published:
     from ledger.evidence import judge_folder
 
     found, closures = judge_folder(folder)
-    return Published(found=found, closures={one.fact.closure: closures[one.fact.closure] for one in found})
+    used = {one.fact.closure: closures[one.fact.closure] for one in found}
+    pieces = sorted(set().union(*(closure.items() for closure in used.values())))
+    place_of = {piece: place for place, piece in enumerate(pieces)}
+    places = {name: sorted(map(place_of.__getitem__, closure.items())) for name, closure in used.items()}
+    return Published(found=found, pieces=pieces, closures=places)

@@ -1,9 +1,13 @@
 """The closure: which files and pieces a test is charged with, from files and lines alone."""
 
+from pathlib import Path
+
 import pytest
 
+from ledger.canonical import parse
 from ledger.closure import static_files, test_closure
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "k3/__init__.py": 'LAZY = {"Model": "k3.model", "build": ("k3.build", "build")}\n\n\n'
     "def __getattr__(name):\n    import importlib\n    return importlib.import_module(LAZY[name])\n",
@@ -72,3 +76,18 @@ def test_harness_and_ledger_are_not_the_subject(tree):
     (tree / "harness").mkdir()
     (tree / "harness" / "job.py").write_text("def run():\n    return 1\n")
     assert not [key for key in test_closure(tree, "suites/a.py", {"harness/job.py": [2]}) if "harness" in key]
+
+
+def test_only_shared_tokens_reach_context_parallelism():
+    """In this very tree no suite reaches `context.py` but through the one function that shares tokens out, and every
+    body there is seen by the tracer: an edit expires the cells that ran it, and no others."""
+    every = {
+        path.relative_to(ROOT).as_posix(): {f.qualname for f in parse(path.read_text()).functions}
+        for package in ("k3", "suites")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    every["k3/parallel/layouts.py"] -= {"_share"}
+    suites = [file for file in every if file.startswith("suites/")]
+    assert "k3/parallel/layouts.py" in static_files(ROOT, suites, every)
+    assert "k3/parallel/context.py" not in static_files(ROOT, suites, every)
+    assert parse((ROOT / "k3/parallel/context.py").read_text()).untraceable == frozenset()

@@ -170,9 +170,15 @@ def query(options: Namespace) -> int:
     import sqlite3
 
     from ledger.db import LedgerError, connect_read
+    from ledger.show import add_views
 
-    sql = options.sql or "SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY rowid"
+    sql = (
+        options.sql
+        or """SELECT name, sql FROM sqlite_master WHERE type = 'table'
+                            UNION ALL SELECT name, sql FROM sqlite_temp_master"""
+    )
     with contextlib.closing(connect_read(options.ledger)) as connection:
+        add_views(connection)
         connection.row_factory = sqlite3.Row
         try:
             rows = [dict(row) for row in connection.execute(sql)]
@@ -213,6 +219,7 @@ def _block(root: Path, read_cache: bool = True, **sources) -> tuple[str, str]:
     from ledger.claims import open_judge
     from ledger.figures import remembered
     from ledger.matrix import block
+    from ledger.survivors import lines, survivors
     from ledger.windows import flags
 
     judge = open_judge(root, use_cache=read_cache, **sources)
@@ -220,7 +227,8 @@ def _block(root: Path, read_cache: bool = True, **sources) -> tuple[str, str]:
     claims, published = judge.claims.claims, sources.get("evidence")
     measured = remembered(published, found, claims, judge.memory) if published else ()
     judge.memory.save()
-    return block(found, {(s.id, s.topology): flags(s, claims[s.id]) for s in found}, measured), judge.memory.note()
+    windows = {(s.id, s.topology): flags(s, claims[s.id]) for s in found}
+    return block(found, windows, measured, lines(survivors(judge, root))), judge.memory.note()
 
 
 def matrix(options: Namespace) -> int:

@@ -170,6 +170,12 @@ def parse(name: str, data: bytes, keys: dict[str, AllowedKey]) -> File:
     return File(name=name, run=run, head_link=link, envelope=envelope, keys=good, unknown=unknown)
 
 
+def content(data: bytes) -> Run:
+    """The run in a file that was checked when it was taken in."""
+    lines = data.rstrip(b"\n").split(b"\n")[:-1]
+    return _Builder().build([msgspec.json.decode(text, type=Line).entry for text in lines])
+
+
 def seals_of(data: bytes, keys: dict[str, AllowedKey]) -> list[AllowedKey]:
     """The allowed keys that sealed a file whose chain was checked before."""
     return sealed_by(msgspec.json.decode(data.rstrip(b"\n").split(b"\n")[-1])["envelope"], keys)[0]

@@ -27,10 +27,12 @@ def block(
     statuses: Iterable[ClaimStatus],
     flags: Mapping[Cell, Sequence[Window]] | None = None,
     figures: Sequence[str] = (),
+    survivors: Sequence[str] = (),
 ) -> str:
     """Return the block between the markers, markers included.
 
-    `flags` are the known-bad windows of some cells, `figures` the lines of the table of what proven cells measured.
+    `flags` are the known-bad windows of some cells; `figures` and `survivors` the lines of two more tables: what proven
+    cells measured, and which sabotages a claim's tests did not notice.
     """
     found, flags = list(statuses), flags or {}
     parts = [BEGIN, summary(found)]
@@ -39,6 +41,7 @@ def block(
         parts += [_row(status, flags.get((status.id, status.topology), ())) for status in members]
     used = sorted({str(window) for windows in flags.values() for window in windows})
     parts += ["", *(f"⚠ {text}" for text in used)] if used else []
+    parts += ["", "**survivors** (sabotages that went unnoticed)", "", *survivors] if survivors else []
     parts += ["", "**figures** (peers: their time over ours)", "", *figures] if figures else []
     parts.append(END)
     return "\n".join(parts) + "\n"

@@ -12,6 +12,7 @@ import msgspec
 from ledger.claimfile import ClaimFileError
 from ledger.claims import Judge, open_judge
 from ledger.record import Claim, Topology
+from ledger.survivors import survivors
 from ledger.windows import reach
 
 
@@ -35,6 +36,7 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
         "scope": claim.scope,
         "kill_rate_declared": claim.kill_rate,
         "sabotages": {k: "killed" if v else "survived" for k, v in judge.sabotages(claim).items()},
+        "survivors": {name: reason for owner, name, reason in survivors(judge, root) if owner == claim.id},
         "reach": reach(claim, passed, root),
         "cells": cells,
     }
@@ -121,7 +123,7 @@ def print_chain(found: dict) -> None:
     if found["paths"]:
         print(f"paths      must be {', '.join(found['paths'])}")
     killed = [name for name, word in found["sabotages"].items() if word == "killed"]
-    survived = [name for name, word in found["sabotages"].items() if word != "killed"]
+    survived = [f"{name} ({reason})" for name, reason in found["survivors"].items()]
     kills = f"{len(killed)} of {len(found['sabotages'])} sabotages noticed" if found["sabotages"] else "no evidence yet"
     print(f"kill rate  {kills}, {found['kill_rate_declared']:.0%} declared" + _listed("; survived: ", survived))
     for name, texts in found["reach"].items():

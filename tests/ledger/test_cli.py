@@ -160,3 +160,42 @@ def test_bench_lists_and_compares(root, spool, ledger, capsys):
     assert row["reason"] == "1 pairs of processes, 6 are needed"
     main(["bench", "20250615t000001", "20250615t000002", *options])
     assert json.loads(capsys.readouterr().out)[0]["verdict"] == "cannot-tell"
+
+
+@pytest.fixture
+def elsewhere(root, spool, ledger, tmp_path, capsys):
+    """A run published by one ledger and imported into another, which never saw its directory."""
+    made = make.run(root, spool, cells=[("kda.golden", "gloo2")])
+    made.lines("test_end")[0]["measures"] = [{"name": "scan", "unit": "s", "direction": "lower", "samples": [2.0]}]
+    ingest(made.write(), ledger)
+    options = ["--root", str(root), "--ledger"]
+    main(["export", *options, str(ledger)])
+    main(["import", str(root / "ledger" / "evidence"), *options, str(tmp_path / "b.db")])
+
+    def run(*arguments, at=tmp_path / "b.db"):
+        capsys.readouterr()
+        assert main([*arguments, "--json", *options, str(at)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_show_opens_imported_runs(elsewhere, ledger):
+    """An imported run is listed and shown with the attempts, outcomes, measures and facts of its own ledger."""
+    listed = elsewhere("show")[0]
+    assert (listed["cells_passed"], listed["jobs"], len(listed["imported"])) == (1, 1, 12)
+    theirs, ours = elsewhere("show", listed["run"]), elsewhere("show", listed["run"], at=ledger)
+    assert len(theirs.pop("imported")) == 64
+    hosts = [row.pop("nodes") for row in [*theirs["attempts"], *ours["attempts"]]]
+    assert len(set(hosts)) == 2  # published under a pseudonym
+    assert theirs == ours
+
+
+def test_query_sees_imported_records(elsewhere, ledger):
+    """SQL reads the records inside imported files as it reads the ledger's own, and still cannot write."""
+    rows = elsewhere("query", "SELECT job, rank, test, outcome FROM imported_record ORDER BY rank, test")
+    own = """SELECT job, rank, test.name AS test, outcome FROM record JOIN stream ON stream.id = stream
+             JOIN test ON test.id = record.test ORDER BY rank, test"""
+    assert rows == elsewhere("query", own, at=ledger)
+    assert len(rows) == 4
+    assert {"imported_line", "imported_record"} <= {row["name"] for row in elsewhere("query")}

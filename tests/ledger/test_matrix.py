@@ -129,3 +129,52 @@ def test_readme_without_markers_is_refused(root, capsys):
     (root / "README.md").write_text("# Title\n")
     assert main(["matrix", "--check", "--root", str(root)]) == 2
     assert "needs the line <!-- matrix:begin -->" in capsys.readouterr().err
+
+
+REGISTRY = """
+schema = "1.0"
+more = ["more.toml"]
+[[sabotages]]
+id = "scan.off_by_one"
+text = "scan adds 2"
+file = "k3/ops.py"
+old = "x + 1"
+new = "x + 2"
+claims = ["kda.golden"]
+survives = "equal | at these sizes"
+"""
+MORE = REGISTRY.replace('more = ["more.toml"]', "").replace("scan.off_by_one", "scan.bare").split("survives")[0]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "why"),
+    [("scan.off_by_one", "scan adds 2: equal \\| at these sizes"),
+     ("scan.bare", "scan adds 2: no reason is given: a test is missing"), ("scan.gone", "no longer in the registry")],
+)  # fmt: skip
+def test_survivors_are_listed_with_their_reason(root, spool, ledger, capsys, sabotage, why):
+    """A sabotage under which every test passed lowers the rate, and stands in the block with the registry's reason."""
+    (root / "suites" / "sabotages.toml").write_text(REGISTRY)
+    (root / "suites" / "more.toml").write_text(MORE)
+    ingest(make.run(root, spool).write(), ledger)
+    ingest(make.run(root, spool, number=2, sabotage=sabotage).write(), ledger)
+    export.export(root, ledger)
+    main(["matrix", "--write", "--root", str(root)])
+    text = (root / "README.md").read_text()
+    row = next(line for line in text.splitlines() if f"| `{sabotage}` |" in line)
+    assert why in row
+    assert "kill rate 0% is below the declared 95% | proxy | 0% |" in text
+    main(["why", "kda.golden", "--root", str(root)])
+    assert f"survived: {sabotage} (" in capsys.readouterr().out
+
+
+def test_no_survivors_no_table(root, spool, ledger):
+    """A noticed sabotage leaves nothing to explain."""
+    made = make.run(root, spool, number=2, sabotage="scan.off_by_one")
+    made.lines("test_end")[0]["outcome"] = "failed"
+    for run in (make.run(root, spool), made):
+        ingest(run.write(), ledger)
+    export.export(root, ledger)
+    main(["matrix", "--write", "--root", str(root)])
+    text = (root / "README.md").read_text()
+    assert "**survivors**" not in text
+    assert "| 100% |" in text

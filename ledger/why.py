@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
     if claim is None:
         close = [name for name in judge.claims.claims if claim_id in name][:5]
         raise ClaimFileError(f"no claim {claim_id!r}; {'did you mean ' + ', '.join(close) if close else 'see claims'}")
-    cells = [_cell(judge, claim, judge.claims.topologies[name], ledger) for name in claim.topologies]
+    cells = [_cell(judge, claim, judge.claims.topologies[name], ledger, evidence) for name in claim.topologies]
     judge.memory.save()
     passed = [one.fact.toolchain for (name, _), found in judge.facts.real.items() if name == claim.id
               for one in found if one.fact.outcome == "passed"]  # fmt: skip
@@ -42,7 +43,7 @@ def chain(root: Path, claim_id: str, ledger: Path | None, evidence: Path | None)
     }
 
 
-def _cell(judge: Judge, claim: Claim, topology: Topology, ledger: Path | None) -> dict:
+def _cell(judge: Judge, claim: Claim, topology: Topology, ledger: Path | None, evidence: Path | None) -> dict:
     status = judge.status(claim, topology)
     found = msgspec.to_builtins(status)
     known = [one for one in judge.facts.real.get((claim.id, topology.name), []) if one.fact.run == status.run]
@@ -62,6 +63,8 @@ def _cell(judge: Judge, claim: Claim, topology: Topology, ledger: Path | None) -
             "measures": _measures(ledger, fact.run, fact.jobs),
             "revoked_by": _revokers(claim, closure),
         }
+        if not found["scheduler_answers"] and evidence is not None:
+            found |= _published(Path(evidence) / f"{fact.run}.jsonl", fact.jobs)
     return found
 
 
@@ -94,26 +97,48 @@ def _rows(ledger: Path | None, query: str, run: str, jobs: tuple[str, ...]) -> l
         return connection.execute(query, (run, json.dumps(jobs))).fetchall()
 
 
+def _published(file: Path, jobs: tuple[str, ...]) -> dict:
+    """Answers and measures from the run's evidence file, where the ledger has no such run."""
+    if not file.is_file():
+        return {}
+    from ledger.evidence import content
+
+    run = content(file.read_bytes())
+    streams = [stream for stream in run.streams if stream.job in jobs and stream.rank == 0]
+    measured = [m for stream in streams for _, row, _ in stream.tests for m in row.measures]
+    return {
+        "scheduler_answers": [
+            _answer(job.job, msgspec.to_builtins(job)) for job in run.jobs.values() if job.job in jobs
+        ],
+        "measures": [
+            _figure(m.name, m.unit, m.shape, m.dtype, m.samples) for m in sorted(measured, key=attrgetter("name"))
+        ],
+    }
+
+
+def _answer(job: str, record: dict) -> dict:
+    return {"job": job, "scheduler": record["scheduler"], "note": record["note"],
+            "attempts": [f"{a['number']}: {a['state']} {a['scheduler_id']}" for a in record["attempts"]],
+            "asked": [" ".join(answer["command"]) for answer in record["answers"]]}  # fmt: skip
+
+
+def _figure(name: str, unit: str, shape: str, dtype: str, samples) -> dict:
+    ordered = sorted(samples)
+    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return {"measure": name, "unit": unit, "shape": shape, "dtype": dtype, "median": middle}
+
+
 def _answers(ledger: Path | None, run: str, jobs: tuple[str, ...]) -> list[dict]:
     query = """SELECT job, record, max(generation) FROM job
                WHERE run = ? AND job IN (SELECT value FROM json_each(?)) GROUP BY job"""
-    return [{"job": job, "scheduler": record["scheduler"], "note": record["note"],
-             "attempts": [f"{a['number']}: {a['state']} {a['scheduler_id']}" for a in record["attempts"]],
-             "asked": [" ".join(answer["command"]) for answer in record["answers"]]}
-            for job, text, _ in _rows(ledger, query, run, jobs) if (record := json.loads(text))]  # fmt: skip
+    return [_answer(job, json.loads(text)) for job, text, _ in _rows(ledger, query, run, jobs)]
 
 
 def _measures(ledger: Path | None, run: str, jobs: tuple[str, ...]) -> list[dict]:
     query = """SELECT measure.name, unit, shape, dtype, samples FROM measure JOIN stream ON stream.id = measure.stream
                WHERE stream.run = ? AND stream.job IN (SELECT value FROM json_each(?)) AND rank = 0
                ORDER BY measure.name"""
-    return [{"measure": name, "unit": unit, "shape": shape, "dtype": dtype, "median": _median(json.loads(samples))}
-            for name, unit, shape, dtype, samples in _rows(ledger, query, run, jobs)]  # fmt: skip
-
-
-def _median(samples: list[float]) -> float:
-    ordered = sorted(samples)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return [_figure(*columns, json.loads(samples)) for *columns, samples in _rows(ledger, query, run, jobs)]
 
 
 def print_chain(found: dict) -> None:

@@ -199,3 +199,16 @@ def test_query_sees_imported_records(elsewhere, ledger):
     assert rows == elsewhere("query", own, at=ledger)
     assert len(rows) == 4
     assert {"imported_line", "imported_record"} <= {row["name"] for row in elsewhere("query")}
+
+
+def test_why_in_a_clone(root, spool, ledger, capsys):
+    """With published evidence alone the chain still ends in the scheduler's word and the figures."""
+    made = make.run(root, spool, scheduler="slurm")
+    made.lines("test_end")[0]["measures"] = [{"name": "scan", "unit": "s", "direction": "lower", "samples": [1.0, 2.0]}]
+    ingest(made.write(), ledger)
+    main(["export", "--root", str(root), "--ledger", str(ledger)])
+    capsys.readouterr()
+    assert main(["why", "kda.golden", "--root", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "scheduler  cpu1.kda.golden: slurm; attempts 0: completed 100; asked sacct -D -P -j 100" in text
+    assert "figure     scan 1.5 s" in text

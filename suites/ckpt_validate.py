@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from k3.checkpoint import save_hf_weights
+from k3.checkpoint import payloads, save_hf_weights
 from k3.checkpoint.index import INDEX_FILE
-from k3.checkpoint.payloads import exact_combinations
 from k3.checkpoint.validate import main
+from k3.ops import mxfp4
 from suites import ckpt_folders as folders
 from suites.ckpt_folders import LAYER, MOE
 
@@ -66,10 +66,36 @@ def test_signed_zeros_and_nan_payloads_survive(release):
     assert _run(release)[0] == 0
 
 
-def test_only_scales_beyond_the_range_fail_the_codec():
-    """Every code byte comes back under every scale up to 252; under 255, where all is NaN, only zero codes do."""
-    exact = exact_combinations()
-    assert exact[:253].all() and exact[255].nonzero().tolist() == [[0]]
+@pytest.mark.parametrize("rows", [1, 100, 256])
+def test_only_scales_beyond_the_range_fail_the_codec(rows):
+    """Every byte comes back under every scale up to 252; 253 and 254 lose what overflows, 255 all but zero codes."""
+    codes, codec = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous(), mxfp4.Survival()
+    lost = [codec.first_lost(codes.split(rows), torch.full((256,), scale, dtype=torch.uint8)) for scale in range(256)]
+    assert lost[:253] == [None] * 253 and lost[253:] == [6, 4, 1]
+
+
+def test_every_block_goes_through_the_codec(release, monkeypatch):
+    """The codec is given each block of each pair once, in whatever pieces it is read; no other byte."""
+    given, first_lost = [], mxfp4.Survival.first_lost
+    monkeypatch.setattr(payloads, "CHUNK_BYTES", 1 << 9)
+
+    def watched(self, pieces, scale):
+        return first_lost(self, (given.append((piece.clone(), len(scale))) or piece for piece in pieces), scale)
+
+    monkeypatch.setattr(mxfp4.Survival, "first_lost", watched)
+    assert _run(release, "--jobs", "1")[0] == 0
+    pairs = {n: t for n, t in folders.raw(release).items() if n.endswith("_packed")}
+    assert max(len(piece) for piece, _ in given) == 32 and {blocks for _, blocks in given} == {
+        tensor.numel() // 16 for tensor in pairs.values()
+    }
+    seen = torch.cat([piece.flatten() for piece, _ in given]).bincount(minlength=256)
+    assert torch.equal(seen, torch.cat([tensor.flatten() for tensor in pairs.values()]).bincount(minlength=256))
+
+
+def test_extreme_scales_survive(release):
+    """Blocks under the two smallest scales, whose values are subnormal in bf16, survive beside others."""
+    _change(release, lambda t: t[PAIR + "_scale"].flatten()[:5].copy_(torch.tensor([0, 1, 2, 252, 120]).byte()))
+    assert _run(release)[0] == 0
 
 
 @pytest.mark.parametrize(

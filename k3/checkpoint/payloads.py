@@ -1,9 +1,8 @@
 """Stream every tensor of a release through public -> native -> public and compare raw bytes.
 
-Plain tensors are copied as the loader and the saver copy them and compared bit for bit. Packed pairs: decoding and
-packing again with the source's scale treats every (code byte, scale byte) alone, so at the start all 65,536
-combinations go through the codec itself; a pair then passes if none of its scales has a combination that failed, and
-is sent through the codec block by block otherwise. Pairs of the structural sample always are. Every byte is read.
+Plain tensors are copied as the loader and the saver copy them and compared bit for bit. Packed pairs are decoded to
+bf16 and packed with the source's scale, block by block, by the codec that loading and saving use. Each byte is read
+once, through a buffer that fits a cache.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,7 +24,7 @@ from k3.checkpoint.release import Release
 from k3.checkpoint.source import Source
 from k3.ops import mxfp4
 
-CHUNK_BYTES = 1 << 22  # one buffer a shard, small enough for a cache
+CHUNK_BYTES = mxfp4.PIECE * mxfp4.BLOCK // 2  # one buffer a shard
 STRUCTURES = {
     "routed experts": EXPERTS,
     "shared experts": "block_sparse_moe.shared_experts.",
@@ -53,7 +51,7 @@ def check_payloads(
     total = sum(entry.end - entry.begin for entry in source.stored.values())
     with show(progress, total, "validate") as bar, ThreadPoolExecutor(jobs) as pool:
         left = [file for file in shards if file not in finished]
-        waiting = {pool.submit(_check_shard, source, release, file, shards[file], sample): file for file in left}
+        waiting = {pool.submit(_check_shard, source, release, file, shards[file]): file for file in left}
         try:
             for done in as_completed(waiting):
                 finished.add(waiting[done], done.result())
@@ -66,7 +64,6 @@ def check_payloads(
         "sample": [
             {"name": n, "dtype": source.stored[n].dtype, "shape": source.stored[n].shape} for n in sorted(sample)
         ],
-        "codec_combinations": {"checked": 65536, "exact": int(exact_combinations().sum())},
         "resumed_shards": finished.resumed,
     }
 
@@ -143,26 +140,24 @@ class Finished:
         return table
 
 
-def _check_shard(source: Source, release: Release, file: str, names: list[str], sample: set[str]) -> Counter[str]:
+def _check_shard(source: Source, release: Release, file: str, names: list[str]) -> Counter[str]:
     """Check one shard in the order of its bytes; return tensors by structure and transform."""
     covered: Counter[str] = Counter()
     with (source.folder / file).open("rb", buffering=0) as opened:
-        shard = OpenShard(opened, bytearray(CHUNK_BYTES))
+        shard = OpenShard(opened, bytearray(CHUNK_BYTES), mxfp4.Survival())
         for name in names:
-            transform = _check_tensor(source, release, shard, name, name in sample)
+            transform = _check_tensor(source, release, shard, name)
             covered[f"{structure_of(name, release)}|{transform}"] += 1
     return covered
 
 
-def _check_tensor(source: Source, release: Release, shard: OpenShard, name: str, sampled: bool) -> str:
+def _check_tensor(source: Source, release: Release, shard: OpenShard, name: str) -> str:
     entry = source.stored[name]
     if name.endswith("_packed") and entry.dtype == "U8":
-        for _ in shard.chunks(entry, name):
-            pass
-        return "mxfp4 codes"
+        _check_pair(source, shard, name.removesuffix("_packed"))
+        return "mxfp4 codes, decoded and packed"
     if name.endswith("_scale") and entry.dtype == "U8":
-        _check_pair(source, shard, name.removesuffix("_scale"), sampled)
-        return "mxfp4 scales, through the codec" if sampled else "mxfp4 scales, by table"
+        return "mxfp4 scales, with their codes"
     if name.endswith(".A_log"):
         _check_a_log(shard.whole(entry, name), entry, name, release.config.kda_num_heads)
         return "cut and padded"
@@ -176,10 +171,11 @@ def _check_tensor(source: Source, release: Release, shard: OpenShard, name: str,
 
 
 class OpenShard(NamedTuple):
-    """A shard being read through one buffer."""
+    """A shard being read through one buffer, and the codec's own buffers."""
 
     file: BinaryIO
     buffer: bytearray
+    codec: mxfp4.Survival
 
     def chunks(self, entry: Stored, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor in order, in pieces that are valid until the next one."""
@@ -205,32 +201,15 @@ def _check_a_log(data: bytearray, entry: Stored, name: str, heads: int) -> None:
         raise CheckpointError(f"{entry.file}: {name} has values behind its {heads} heads; loading would drop them")
 
 
-def _check_pair(source: Source, shard: OpenShard, stem: str, sampled: bool) -> None:
-    """Send a pair through the codec where its scales, or the sample, ask for it."""
-    entry = source.stored[stem + "_scale"]
-    scale = torch.frombuffer(shard.whole(entry, stem + "_scale"), dtype=torch.uint8)
-    if not sampled and not (torch.bincount(scale, minlength=256).bool() & ~exact_scales()).any():
-        return
-    codes = shard.whole(source.stored[stem + "_packed"], stem + "_packed")
-    packed = torch.frombuffer(codes, dtype=torch.uint8).view(-1, mxfp4.BLOCK // 2)
-    again = mxfp4.pack_like(mxfp4.unpack(packed, scale[:, None]), scale[:, None])
-    wrong = (again[0] != packed).any(1) | (again[1][:, 0] != scale)
-    if wrong.any():
-        block = int(wrong.nonzero()[0])
+def _check_pair(source: Source, shard: OpenShard, stem: str) -> None:
+    """Send a pair through the codec, as its codes are read."""
+    packed, scales = stem + "_packed", source.stored[stem + "_scale"]
+    scale = torch.frombuffer(shard.whole(scales, stem + "_scale"), dtype=torch.uint8)
+    pieces = (
+        torch.frombuffer(chunk, dtype=torch.uint8).view(-1, mxfp4.BLOCK // 2)
+        for chunk in shard.chunks(source.stored[packed], packed)
+    )
+    block = shard.codec.first_lost(pieces, scale)
+    if block is not None:
         where = f"block {block}, scale {int(scale[block])}"
-        raise CheckpointError(f"{entry.file}: {stem}_packed does not survive decoding and packing: {where}")
-
-
-@cache
-def exact_combinations() -> torch.Tensor:
-    """[256 scales, 256 bytes] bool: which come back unchanged when decoded and packed with their own scale."""
-    scale = torch.arange(256, dtype=torch.uint8).repeat_interleave(256)[:, None]  # one block per combination
-    packed = torch.arange(256, dtype=torch.uint8).repeat(256)[:, None].expand(-1, mxfp4.BLOCK // 2).contiguous()
-    again = mxfp4.pack_like(mxfp4.unpack(packed, scale), scale)
-    return ((again[0] == packed).all(1) & (again[1] == scale)[:, 0]).view(256, 256)
-
-
-@cache
-def exact_scales() -> torch.Tensor:
-    """[256] bool: the scales under which every byte comes back unchanged."""
-    return exact_combinations().all(1)
+        raise CheckpointError(f"{scales.file}: {packed} does not survive decoding and packing: {where}")

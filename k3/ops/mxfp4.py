@@ -2,17 +2,19 @@
 
 Layout: the last axis is the input axis; byte i holds element 2i in its low nibble and 2i+1 in its high one;
 scale byte s means 2^(s-127), 255 means NaN. `pack_naive` and `unpack_naive` are the definition, written from the
-encoding table; the fast path looks codes up by the upper 16 bits of the scaled value. The caller chooses the scale
-rule; nothing here knows which tensors of a model are packed.
+encoding table; the fast path looks codes up by the upper 16 bits of the scaled value, and `mxfp4_cpu` does what a
+source's scale makes simpler. The caller chooses the scale rule; nothing here knows which tensors are packed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal
 
 import torch
 
+from k3.ops import mxfp4_cpu
 from k3.paths import announce
 
 BLOCK = 32
@@ -22,6 +24,7 @@ ScaleRule = Literal["floor", "even", "ceil6"]
 # of two. floor: nothing; even: from 1.75 * 2^k; ceil6: anything above 1.5 * 2^k, so that 6 * 2^(k-2) still holds it.
 SCALE_RULES: dict[str, int] = {"floor": 0, "even": 0x200000, "ceil6": 0x3FFFFF}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+PIECE = mxfp4_cpu.ROWS  # blocks that `Survival` takes at once
 _CHUNK = 1 << 19  # elements worked on at once: temporaries stay in cache, and small beside the tensor
 
 
@@ -59,12 +62,38 @@ def pack_like(
 
     Packing what `unpack` gave with its own scales therefore returns the source bytes.
     """
-    packed, scale = pack(weight, rule)
-    kept = _codes(_blocks(weight), source_scale.reshape(-1), "even").view(packed.shape)
-    same = unpack(kept, source_scale, torch.float32).view(torch.int32) == weight.float().view(torch.int32)
-    same = same.view(*scale.shape, BLOCK).all(-1)
-    packed = torch.where(same[..., None], kept.view(*scale.shape, -1), packed.view(*scale.shape, -1))
-    return packed.flatten(-2), torch.where(same, source_scale, scale)
+    blocks, scale = _blocks(weight.detach()), source_scale.reshape(-1).clone()
+    packed = _codes_under(blocks, scale)
+    bits = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
+    again, blocks = unpack(packed, scale[:, None], weight.dtype).view(bits), blocks.view(bits)
+    if not torch.equal(again, blocks):
+        same = (again == blocks).all(-1)
+        packed[~same], own = pack(blocks[~same].view(weight.dtype), rule)
+        scale[~same] = own[:, 0]
+    return packed.view(*weight.shape[:-1], -1), scale.view(*weight.shape[:-1], -1)
+
+
+class Survival:
+    """Proves of one pair after the other that `unpack` to bf16 and `pack_like` give every byte back, on a CPU.
+
+    They give a piece back if its codes come back: these then decode to its values, so that the scale is kept.
+    """
+
+    def __init__(self):
+        self._trip = mxfp4_cpu.RoundTrip(_unscaled_table())
+
+    def first_lost(self, pieces: Iterable[torch.Tensor], scale: torch.Tensor) -> int | None:
+        """The first block that is not given back, of scales [n] and codes [n, 16] in pieces of PIECE blocks or less."""
+        start = 0
+        for codes in pieces:
+            part = scale[start : start + len(codes)]
+            if not self._trip.returns(codes, part):
+                again = pack_like(unpack(codes, part[:, None]), part[:, None])
+                lost = (again[0] != codes).any(1) | (again[1][:, 0] != part)
+                if lost.any():
+                    return start + int(lost.nonzero()[0])
+            start += len(codes)
+        return None
 
 
 def unpack(
@@ -84,10 +113,14 @@ def unpack(
     rows = scale.numel()
     codes, scales = packed.reshape(rows, BLOCK // 2), scale.reshape(rows)
     out = torch.empty(rows, BLOCK, dtype=dtype, device=packed.device)
-    pairs, powers = _pair_table(packed.device), _power_table(packed.device).to(dtype)
-    for part in _chunks(rows):
-        values = pairs.index_select(0, codes[part].flatten().int()).view(torch.bfloat16).view(-1, BLOCK)
-        torch.mul(values.to(dtype), powers.index_select(0, scales[part].int())[:, None], out=out[part])
+    if dtype == torch.bfloat16 and packed.is_cpu:
+        codes = codes.clone() if codes.storage_offset() % 2 else codes  # it reads two bytes at once
+        mxfp4_cpu.decode(_unscaled_table(), codes, scales, out)
+        if (extreme := mxfp4_cpu.is_extreme(scales)).any():
+            out[extreme] = _values(codes[extreme], scales[extreme], dtype)
+    else:
+        for part in _chunks(rows):
+            out[part] = _values(codes[part], scales[part], dtype)
     return out.view(*packed.shape[:-1], -1)
 
 
@@ -180,6 +213,26 @@ def _scales(blocks: torch.Tensor, rule: str) -> torch.Tensor:
     return scale.masked_fill_(bits >= 0x7F800000, 255).to(torch.uint8)
 
 
+def _values(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values [rows, 32] of codes [rows, 16] under the given scale bytes [rows]: the definition, by two small tables."""
+    pairs, powers = _pair_table(codes.device), _power_table(codes.device).to(dtype)
+    values = pairs.index_select(0, codes.flatten().int()).view(torch.bfloat16).view(-1, BLOCK)
+    return values.to(dtype) * powers.index_select(0, scale.int())[:, None]
+
+
+def _codes_under(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, 16] of `blocks`, right in every block whose values are all representable under its scale."""
+    kept = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=blocks.device)
+    if blocks.dtype == torch.bfloat16 and blocks.is_cpu:
+        mxfp4_cpu.encode(blocks, scale, kept)
+        if (extreme := mxfp4_cpu.is_extreme(scale)).any():
+            kept[extreme] = _codes(blocks[extreme], scale[extreme], "even")
+    else:
+        for part in _chunks(len(blocks)):
+            kept[part] = _codes(blocks[part], scale[part], "even")
+    return kept
+
+
 def _codes(blocks: torch.Tensor, scale: torch.Tensor, ties: str) -> torch.Tensor:
     """Packed codes [rows, 16] of `blocks` [rows, 32] under the given scale bytes [rows]."""
     inverse = _power_table(blocks.device).to(blocks.dtype).index_select(0, 254 - scale.int().clamp_max(254))
@@ -201,6 +254,12 @@ def _pair_table(device: torch.device) -> torch.Tensor:
     values = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int32).flatten().to(device)
+
+
+@cache
+def _unscaled_table() -> torch.Tensor:
+    """What `mxfp4_cpu.decode` looks values up in."""
+    return mxfp4_cpu.unscaled_table(_pair_table(torch.device("cpu")).view(torch.int16).view(256, 2))
 
 
 @cache

@@ -40,6 +40,26 @@ def test_stacked_experts_keep_their_leading_axes(monkeypatch):
     assert torch.equal(packed[2, 4:], one[0]) and torch.equal(scale[2, 4:], one[1])
 
 
+def test_codes_may_start_at_an_odd_byte():
+    """Codes that are a view beginning at an odd byte of their storage decode like a copy of them."""
+    stored = torch.randint(0, 256, (33,), dtype=torch.uint8, generator=torch.Generator().manual_seed(14))
+    scale = torch.tensor([120, 125], dtype=torch.uint8)
+    assert torch.equal(mxfp4.unpack(stored[1:], scale), mxfp4.unpack_naive(stored[1:], scale))
+
+
+@pytest.mark.parametrize("rows", [mxfp4.PIECE - 1, mxfp4.PIECE + 1])
+def test_source_scales_over_several_pieces(rows):
+    """Codes and scales of more than one piece, and of less, come back; a block the scale does not fit is packed anew."""
+    random = torch.Generator().manual_seed(15)
+    codes = torch.randint(0, 256, (rows, 16), dtype=torch.uint8, generator=random)
+    scale = torch.randint(0, 253, (rows, 1), dtype=torch.uint8, generator=random)
+    values = mxfp4.unpack(codes, scale)
+    assert all(torch.equal(*both) for both in zip(mxfp4.pack_like(values, scale), (codes, scale), strict=True))
+    values[-1] = torch.linspace(1, 1.1, 32)
+    again = mxfp4.pack_like(values, scale)
+    assert torch.equal(again[0][:-1], codes[:-1]) and torch.equal(again[0][-1:], mxfp4.pack(values[-1:])[0])
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -1,4 +1,4 @@
-"""What expires, on the real tree: a history of 60 commits, and every file of k3 mutated. Prints both tables.
+"""What expires, on the real tree: every file of k3 mutated, every sabotage made again, a history of 60 commits.
 
     python -m tests.ledger.history [--ledger PATH] [--live N]
 
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness import sabotage
 from ledger import evidence
 from ledger.canonical import FUNCTIONS, parse
 from ledger.claims import Judge, known_inputs, open_judge
@@ -235,7 +236,21 @@ def mutations(bench: Bench, ledger: Path | None, seed: int = 0) -> None:
     print("\n| mutated | how | cells that depend on it | cells no longer green | missed |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| `{row[0]}` | {row[1]} | {row[2]} | {row[3]} | {row[4]} |")
-    print(f"\n{len(rows)} mutations in {len({r[0].split('::')[0] for r in rows})} files: {missed} missed.")
+    by_folder(rows)
+    print(f"\n{len(rows)} mutations in {len({r[0].split('::')[0] for r in rows})} files: {missed} missed.\n")
+
+
+def by_folder(rows: list[tuple]) -> None:
+    """The table of the README: the same, summed over the files of each folder."""
+    print(
+        "\n| files of | mutations | dependent cells, summed | no longer green | of them missed |\n|---|---|---|---|---|"
+    )
+    folders: dict[str, list[tuple]] = {}
+    for row in rows:
+        folders.setdefault(row[0].split("::")[0].rpartition("/")[0], []).append(row)
+    for folder, found in folders.items():
+        sums = [sum(row[place] for row in found) for place in (2, 3, 4)]
+        print(f"| `{folder}/` | {len(found)} | {' | '.join(map(str, sums))} |")
 
 
 def _changes(path: Path, file: str, text: str, choose: random.Random, depends: dict):
@@ -247,6 +262,29 @@ def _changes(path: Path, file: str, text: str, choose: random.Random, depends: d
     if found := constants(text):
         node = choose.choice(found)
         yield "constant", f"{file}::<module>", lambda: change_constant(path, node)
+
+
+# --- failures that really happened --------------------------------------------------------------------------------
+
+
+def failures(bench: Bench) -> None:
+    """Make every recorded sabotage again: each cell whose tests failed under it must lose its green."""
+    failed: dict[str, set[tuple[str, str]]] = {}
+    for fact in (fact for facts in bench.judge.facts.sabotage.values() for fact in facts):
+        if fact.outcome == "failed" and (fact.claim, fact.topology) in bench.facts:
+            failed.setdefault(fact.sabotage, set()).add((fact.claim, fact.topology))
+    known = sabotage.read(bench.root)
+    edits, green = 0, []
+    for name in sorted(failed.keys() & known.keys()):
+        path = bench.root / known[name].file
+        text = path.read_text()
+        path.write_text(sabotage.edited(known[name], text))
+        green += [f"{name}: {' on '.join(cell)}" for cell in failed[name] - set(bench.stale())]
+        path.write_text(text)
+        edits += 1
+    pairs = sum(len(failed[name]) for name in failed.keys() & known.keys())
+    print(f"{edits} sabotages made again, under which tests of {pairs} cells had failed: {len(green)} still green.\n")
+    print("".join(f"still green: {text}\n" for text in green))
 
 
 # --- for real -----------------------------------------------------------------------------------------------------
@@ -294,7 +332,7 @@ def main() -> None:
     options.add_argument("--live", type=int, default=0, metavar="N")
     options.add_argument("--seed", type=int, default=0)
     chosen = options.parse_args()
-    for part in (lambda b: mutations(b, chosen.ledger, chosen.seed), lambda b: history(b, chosen.seed),
+    for part in (lambda b: mutations(b, chosen.ledger, chosen.seed), failures, lambda b: history(b, chosen.seed),
                  lambda b: live(b, chosen.live, chosen.ledger, chosen.seed) if chosen.live else None):  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             part(Bench(chosen.ledger, Path(place) / "tree"))

@@ -49,7 +49,7 @@ def test_codes_may_start_at_an_odd_byte():
 
 @pytest.mark.parametrize("rows", [mxfp4.PIECE - 1, mxfp4.PIECE + 1])
 def test_source_scales_over_several_pieces(rows):
-    """Codes and scales of more than one piece, and of less, come back; a block the scale does not fit is packed anew."""
+    """Codes and scales of more or less than one piece come back; a block that does not fit its scale is packed anew."""
     random = torch.Generator().manual_seed(15)
     codes = torch.randint(0, 256, (rows, 16), dtype=torch.uint8, generator=random)
     scale = torch.randint(0, 253, (rows, 1), dtype=torch.uint8, generator=random)

@@ -103,8 +103,8 @@ def check(model, found, case, dtype, rows: slice = slice(None)) -> None:
     for name, tensor in found.items():
         limit = TIMES * strayed[kinds[name]] + FLOOR[dtype]
         for label, reference in (("float64", wide[name]), ("one rank", plain[name])):
-            own = mine(name, reference, model.parallel, rows)
-            error = ratio(tensor, own) * float(own.norm() / reference.norm())
+            apart = tensor.double() - mine(name, reference, model.parallel, rows).double()
+            error = float(apart.norm() / reference.double().norm())
             if not error <= limit:
                 bad[f"{name} from {label}"] = f"{error:.2e} > {limit:.1e}"
     assert len(found) > 15 and not bad, bad

@@ -79,7 +79,7 @@ class Judge:
     def dated(self, claim: Claim, topology: Topology) -> list[tuple[Sourced, str]]:
         """Every fact of a cell, oldest first, with why it is stale."""
         found = sorted(self.facts.real.get((claim.id, topology.name), []), key=lambda one: one.fact.created_at)
-        return [(one, self.stale(claim, one.fact)) for one in found]
+        return [(one, self.stale(claim, one.fact) or _misfit(topology, one.fact)) for one in found]
 
     def decided(self, claim: Claim, topology: Topology) -> list[Sourced]:
         """The verdicts about this very code: what has to be published for the cell to read as it does."""
@@ -173,6 +173,20 @@ class Judge:
         keys = {(key, cluster) for one in proofs for key, cluster in zip(one.keys, one.clusters, strict=True)}
         apart = any(a[0] != b[0] and a[1] != b[1] and a[1] and b[1] for a in keys for b in keys)
         return "T2" if state == "proven" and apart else fact.witness
+
+
+def _misfit(topology: Topology, fact: Fact) -> str:
+    """How a pass differs from what its topology's name means now; '' if it does not."""
+    if fact.outcome != "passed":
+        return ""
+    pairs = [
+        (f"{topology.ranks} ranks", f"{fact.ranks}", topology.ranks == fact.ranks),
+        (f"{topology.nodes} nodes", f"{len(fact.nodes)}", topology.nodes == len(fact.nodes)),
+        (topology.device, fact.device, fact.device.split(" ")[0] == topology.device),
+        (topology.backend, fact.transport, fact.transport == topology.backend),
+    ]
+    wrong = [f"{wanted}, the run had {had}" for wanted, had, fits in pairs if not fits]
+    return f"suites/claims.toml: {topology.name} is {wrong[0]}" if wrong else ""
 
 
 def _rank(one: Sourced) -> tuple:

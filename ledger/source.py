@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,11 +51,13 @@ class Facts:
         return self.closures[name]
 
 
+# What is dated in the future, or comes from another recorder, says nothing here and must not hide what does.
 LATEST = """
     SELECT fact.body, source, max(fact.created_at) FROM fact
     JOIN (SELECT source, run, max(generation) AS generation FROM fact GROUP BY source, run) AS latest
       USING (source, run, generation)
-    GROUP BY claim, topology, sabotage, outcome, claim_digest, closure, toolchain, witness, source != ''
+    GROUP BY claim, topology, sabotage, outcome, claim_digest, closure, toolchain, witness, source != '',
+             fact.created_at > ?, json_extract(fact.body, '$.recorder')
 """
 
 
@@ -66,7 +69,7 @@ def from_ledger(path: Path | str | None, keys: Path, memory: Memory) -> Facts:
     found = Facts()
     decoder = msgspec.json.Decoder(Fact)
     with contextlib.closing(connect_read(path)) as connection:
-        rows = connection.execute(LATEST).fetchall()
+        rows = connection.execute(LATEST, (time.time(),)).fetchall()
         seals = _seals(connection, sorted({row[1] for row in rows} - {""}), keys, memory)
     found.add(
         Sourced(fact=decoder.decode(body), keys=seals[source][0], clusters=seals[source][1]) for body, source, _ in rows

@@ -61,14 +61,16 @@ def _published(root: Path) -> Iterator[str]:
         yield str(error)
         return
     nonces: dict[str, str] = {}
+    sealed: dict[str, list[signing.AllowedKey]] = {}
     for path in sorted(folder.glob(f"*{evidence.SUFFIX}")):
         try:
             file = evidence.read(path, keys)
         except (evidence.EvidenceError, SchemaError) as error:
             yield str(error)
             continue
+        sealed[file.name] = file.keys
         yield from _of_file(file, nonces)
-    yield from _of_indexes(folder, keys)
+    yield from _of_indexes(folder, keys, sealed)
 
 
 def _of_file(file: evidence.File, nonces: dict[str, str]) -> Iterator[str]:
@@ -85,8 +87,11 @@ def _of_file(file: evidence.File, nonces: dict[str, str]) -> Iterator[str]:
             yield f"{name}: {fact.claim} on {fact.topology}: {fact.reason}"
 
 
-def _of_indexes(folder: Path, keys: dict[str, signing.AllowedKey]) -> Iterator[str]:
-    listed: set[str] = set()
+def _of_indexes(
+    folder: Path, keys: dict[str, signing.AllowedKey], sealed: dict[str, list[signing.AllowedKey]]
+) -> Iterator[str]:
+    """Every index is of the key in its name, lists what is there, and what a key sealed is listed by that key."""
+    listed: dict[str, set[str]] = {}  # name of an index -> files
     for path in sorted(folder.glob("index-*.json")):
         try:
             found = export.read_index(path)
@@ -97,12 +102,18 @@ def _of_indexes(folder: Path, keys: dict[str, signing.AllowedKey]) -> Iterator[s
             continue
         if unknown:
             yield f"{path.name}: signed by {unknown[0][:12]}, a key that ledger/keys/ does not list"
+        owners = {export.index_name(keyid) for keyid in [*(key.keyid for key in good), *unknown]}
+        if path.name not in (owners or {export.index_name("")}):
+            yield f"{path.name}: not signed by the key it is named after"
         for name, value in found.items():
             yield from _of_listed(folder / name, value, path.name)
-        listed |= set(found)
+        listed[path.name] = set(found)
     for path in sorted(folder.glob(f"*{evidence.SUFFIX}")):
-        if path.name not in listed:
+        if not any(path.name in names for names in listed.values()):
             yield f"{path.name}: no index lists it; publish with `k3-ledger export`"
+        for key in sealed.get(path.name, ()):
+            if path.name not in listed.get(export.index_name(key.keyid), ()):
+                yield f"{path.name}: sealed by {key.label}, and no index of that key lists it"
 
 
 def _of_listed(path: Path, value: str, index: str) -> Iterator[str]:
@@ -266,9 +277,26 @@ def _derived(connection: sqlite3.Connection) -> Iterator[str]:
             if fact.outcome != "failed" and encode(fact).decode() not in stored:
                 cell = f"{fact.claim} on {fact.topology}"
                 yield f"ledger: run {run}: {cell} is {fact.outcome} by its records, not as stored"
-    for body, source in connection.execute("SELECT body, digest FROM evidence").fetchall():
+    yield from _imported(connection)
+
+
+def _imported(connection: sqlite3.Connection) -> Iterator[str]:
+    """Judge every imported file again from its bytes."""
+    query = "SELECT body FROM fact WHERE source = ?"
+    for run, body, source in connection.execute("SELECT run, body, digest FROM evidence").fetchall():
         if hashlib.sha256(body.encode()).hexdigest() != source:
             yield f"ledger: imported evidence {source[:12]} does not hash to its name"
+            continue
+        try:
+            file = evidence.parse(f"{run}{evidence.SUFFIX}", body.encode(), {})
+        except (evidence.EvidenceError, SchemaError) as error:
+            yield f"ledger: imported evidence {source[:12]}: {error}"
+            continue
+        again = {encode(fact).decode() for fact in facts(file.run)}
+        for stored in sorted({row[0] for row in connection.execute(query, (source,))} ^ again):
+            fact = json.loads(stored)
+            cell = f"{fact['claim']} on {fact['topology']}"
+            yield f"ledger: {cell}, {fact['outcome']} in run {fact['run']}, is not what its imported file says"
 
 
 # --- run directories ------------------------------------------------------------------------------------------

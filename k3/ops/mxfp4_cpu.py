@@ -2,7 +2,7 @@
 
 In bfloat16 bits a code m > 0 under scale s is (s-1)*128 plus 0, 128, 192, ... 448: the scale is an addend, and a zero
 is what does not get it. Decoding reads four unscaled values by two code bytes from a table; encoding takes the addend
-off and clamps, after which one multiplication finds the code. That holds for all but the extreme scales, under which
+off, after which one multiplication finds the code. That holds for all but the extreme scales, under which
 a code is subnormal or overflows; the caller treats their blocks. `k3.ops.mxfp4` owns the format and the tables.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 FIRST, LAST = 2, 252  # scales under which every code is a normal number or a zero
-ROWS = 16384  # blocks worked on at once
+ROWS = 32768  # blocks worked on at once
 EXPONENT_OF_HALF = 126 << 7
-MAGNITUDE, SIGN = np.int16(0x7FFF), np.int16(-0x8000)
+MAGNITUDE = np.int16(0x7FFF)
 BOTH_NIBBLES = np.int32(0xF000F000 - (1 << 32))
 FLAGS = np.int32(0x00010001)
 
@@ -62,10 +62,10 @@ def _decoding_addends(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _encoding_addends(scale: torch.Tensor) -> torch.Tensor:
-    """[n, 1] int16: what to take off, less the 80 that belong to finding the code."""
+    """[n, 1] int16: what to add to a value that is not zero, to find its code."""
     addends = scale.numpy().astype(np.int16)
-    addends <<= 7
-    addends -= 128 + 80
+    addends *= -128
+    addends += 128 + 80
     return torch.from_numpy(addends)[:, None]
 
 
@@ -92,15 +92,14 @@ class _Work:
     def __init__(self, rows: int):
         rows = min(rows, ROWS)
         self.index = torch.empty(rows * 8, dtype=torch.int32)
-        self.steps = torch.empty(rows, 32, dtype=torch.int16)
         self.lanes = torch.empty(rows, 32, dtype=torch.int16)
 
     def fit(self, rows: int) -> _Work:
         """The same buffers, for a piece with as many rows."""
-        if rows == len(self.steps):
+        if rows == len(self.lanes):
             return self
         part = copy(self)
-        part.index, part.steps, part.lanes = self.index[: rows * 8], self.steps[:rows], self.lanes[:rows]
+        part.index, part.lanes = self.index[: rows * 8], self.lanes[:rows]
         return part
 
     def decode(self, table: torch.Tensor, codes: torch.Tensor, addend: torch.Tensor, out: torch.Tensor) -> None:
@@ -111,12 +110,12 @@ class _Work:
         pairs.addcmul_(flags, addend)
 
     def encode(self, values: torch.Tensor, addend: torch.Tensor, out: torch.Tensor) -> None:
-        bits, pairs = values.view(torch.int16).numpy(), self.lanes.view(torch.int32)
-        np.bitwise_and(bits, MAGNITUDE, out=self.steps.numpy())
-        # (x + 80) * 56 >> 12 is the code of x = 0, 128, 192, ... 448; a zero is below -80
-        self.steps.sub_(addend).clamp_(0, 448 + 80)
-        np.bitwise_and(bits, SIGN, out=self.lanes.numpy())
-        self.lanes.add_(self.steps, alpha=56)  # sign and code are now the upper four bits
+        bits, lanes, pairs = values.view(torch.int16).numpy(), self.lanes.numpy(), self.lanes.view(torch.int32)
+        np.bitwise_and(bits, MAGNITUDE, out=lanes)
+        self.lanes.clamp_(max=1).mul_(addend)
+        np.add(lanes, bits, out=lanes)
+        # x * 57 >> 12 is the code of a zero, 0, and of 0 + 80, 128 + 80, ... 448 + 80; an odd factor keeps the sign
+        np.multiply(lanes, np.int16(57), out=lanes)
         both = pairs.numpy()
         np.bitwise_and(both, BOTH_NIBBLES, out=both)
         np.multiply(both, np.int32(0x1001), out=both)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 1024, 4
+_FORWARD_BLOCK, _BACKWARD_BLOCK, _WARPS = 2048, 1024, 4
 
 
 @triton.jit
@@ -36,21 +36,26 @@ def _rise(y, t, EXACT: tl.constexpr):
 
 @triton.jit
 def _signed(size, x):
-    """size with the sign of x."""
-    bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    """size, its sign turned where x is negative."""
+    bits = size.to(tl.int32, bitcast=True) ^ (x.to(tl.int32, bitcast=True) & -2147483648)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _powers(g, u, cap, linear_cap, FAST: tl.constexpr):
+    """|g| / cap, |u| / linear_cap, exp(-2 of each) and exp(-|g|): the three exponentials that both passes need."""
+    y, x = tl.abs(g) * (1.0 / cap), tl.abs(u) * (1.0 / linear_cap)
+    ty, tx = _exp2(y * -2.8853900817779268, FAST), _exp2(x * -2.8853900817779268, FAST)
+    return y, x, ty, tx, _exp2(tl.abs(g) * -1.4426950408889634, FAST)
 
 
 @triton.jit
 def _parts(g, u, cap, linear_cap, FAST: tl.constexpr, EXACT: tl.constexpr):
     """sigmoid(g), sigmoid(-g), tanh(g / cap), tanh(u / linear_cap) and both 1 - tanh^2, none by cancellation.
 
-    Three exponentials and one reciprocal serve all of them; the product they share lies within [1, 8].
+    One reciprocal serves all of them; the product they share lies within [1, 8].
     """
-    size_g, size_u = tl.abs(g), tl.abs(u)
-    y, x = size_g * (1.0 / cap), size_u * (1.0 / linear_cap)
-    ty, tx = _exp2(y * -2.8853900817779268, FAST), _exp2(x * -2.8853900817779268, FAST)
-    e = _exp2(size_g * -1.4426950408889634, FAST)
+    y, x, ty, tx, e = _powers(g, u, cap, linear_cap, FAST)
     a, b, c = 1.0 + e, 1.0 + ty, 1.0 + tx
     inverse = _reciprocal(a * b * c, FAST)
     over_a, over_b, over_c = b * c * inverse, a * c * inverse, a * b * inverse
@@ -60,36 +65,44 @@ def _parts(g, u, cap, linear_cap, FAST: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _offsets(row_stride, columns, BLOCK: tl.constexpr):
-    """Flat element offsets of this program's slice of one row, and the mask of those inside it."""
-    blocks = tl.cdiv(columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    return row * row_stride + column, row * columns + column, column < columns
+def _offsets(row_stride, columns, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """Flat element offsets of this program's slice, in the input and in the output, and the mask of those inside.
+
+    Contiguous tensors are one row (FLAT) and need no division, which costs more than SiTU itself.
+    """
+    if FLAT:
+        at_in = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        at_out, inside = at_in, at_in < columns
+    else:
+        blocks = tl.cdiv(columns, BLOCK)
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        at_in, at_out, inside = row * row_stride + column, row * columns + column, column < columns
+    return at_in, at_out, inside
 
 
 @triton.jit
 def _situ_forward(
     gate, up, out, columns, gate_stride, up_stride, cap, linear_cap,
-    BLOCK: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK)
-    at_up, at_out, inside = _offsets(up_stride, columns, BLOCK)
+    at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK, FLAT)
+    at_up, at_out, inside = _offsets(up_stride, columns, BLOCK, FLAT)
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
-    s, _, tg, tu, _, _ = _parts(g, u, cap, linear_cap, FAST, EXACT)
-    value = (cap * linear_cap) * s * tg * tu
-    tl.store(out + at_out, value.to(out.dtype.element_ty), mask=inside)
+    y, x, ty, tx, e = _powers(g, u, cap, linear_cap, FAST)
+    inverse = _reciprocal((1.0 + e) * (1.0 + ty) * (1.0 + tx), FAST) * (cap * linear_cap)
+    size = tl.where(g < 0, e, 1.0) * _rise(y, ty, EXACT) * _rise(x, tx, EXACT) * inverse
+    tl.store(out + at_out, _signed(_signed(size, g), u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _situ_backward(
     gate, up, grad, grad_gate, grad_up, columns, gate_stride, up_stride, cap, linear_cap,
-    BLOCK: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK)
-    at_up, at_out, inside = _offsets(up_stride, columns, BLOCK)
+    at_gate, at_out, inside = _offsets(gate_stride, columns, BLOCK, FLAT)
+    at_up, at_out, inside = _offsets(up_stride, columns, BLOCK, FLAT)
     g = tl.load(gate + at_gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at_up, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad + at_out, mask=inside, other=0.0).to(tl.float32)
@@ -107,15 +120,15 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _launch(kernel, gate, up, rest, cap, linear_cap) -> None:
+def _launch(kernel, block, gate, up, rest, cap, linear_cap) -> None:
     rows, columns, strides = 1, gate.numel(), (0, 0)
     if not (gate.is_contiguous() and up.is_contiguous()):
         gate, up = _rows(gate), _rows(up)
         (rows, columns), strides = gate.shape, (gate.stride(0), up.stride(0))
     if gate.numel():
-        grid = (rows * triton.cdiv(columns, _BLOCK),)
-        sizes = {"BLOCK": _BLOCK, "FAST": gate.is_cuda, "EXACT": gate.dtype == torch.float32, "num_warps": _WARPS}
-        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), **sizes)
+        grid = (rows * triton.cdiv(columns, block),)
+        sizes = {"BLOCK": block, "FLAT": rows == 1, "FAST": gate.is_cuda, "EXACT": gate.dtype == torch.float32}
+        kernel[grid](gate, up, *rest, columns, *strides, float(cap), float(linear_cap), **sizes, num_warps=_WARPS)
 
 
 class _Situ(torch.autograd.Function):
@@ -124,7 +137,7 @@ class _Situ(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.caps = cap, linear_cap
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _launch(_situ_forward, gate, up, (out,), cap, linear_cap)
+        _launch(_situ_forward, _FORWARD_BLOCK, gate, up, (out,), cap, linear_cap)
         return out
 
     @staticmethod
@@ -132,7 +145,8 @@ class _Situ(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         grad_up = torch.empty_like(grad_gate)
-        _launch(_situ_backward, gate, up, (grad.contiguous(), grad_gate, grad_up), *ctx.caps)
+        rest = (grad.contiguous(), grad_gate, grad_up)
+        _launch(_situ_backward, _BACKWARD_BLOCK, gate, up, rest, *ctx.caps)
         return grad_gate, grad_up, None, None
 
 

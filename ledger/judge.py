@@ -128,7 +128,10 @@ class _Cell:
             found += [f"{key} ran with other code than the snapshot's" for key in other]
         found += self.data_faults()
         empty = sorted({row.test for row in self.rows() if len(bytes(row.closure)) < 3})
-        return found or [f"{test} recorded no closure: it could never expire" for test in empty]
+        found = found or [f"{test} recorded no closure: it could never expire" for test in empty]
+        rows = [(row.test, self.run.closures[self.run.closure_of(row)]) for row in self.rows()]
+        bare = sorted({test for test, closure in rows if _own_piece(test) not in closure})
+        return found or [f"{test} recorded no code of its own" for test in bare]
 
     def data_faults(self) -> list[str]:
         """Every rank must have read the same data, and files of the snapshot as the manifest has them."""
@@ -202,6 +205,12 @@ class _Cell:
             jobs=tuple(self.examined), tests=sum(map(len, self.tests.values())),
             duration_s=_duration(last),
         )  # fmt: skip
+
+
+def _own_piece(test: str) -> str:
+    """The piece that holds a test's body: 'suites/a.py::TestB::test_c[1]' -> 'suites/a.py::TestB.test_c'."""
+    file, _, name = test.partition("[")[0].partition("::")
+    return f"{file}::{name.replace('::', '.')}"
 
 
 def _job_faults(run: Run, expected: Expected) -> list[str]:

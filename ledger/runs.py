@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ledger.canonical import pieces
-from ledger.closure import is_subject
+from ledger.closure import is_subject, static_files
 from ledger.record import (
     End,
     Environment,
@@ -118,6 +118,7 @@ def read_run(folder: Path | str) -> Run:
     run = Run(record=record, jobs=jobs, streams=streams, tree={}, closures={}, waiting=waiting)
     _check_head(run, folder)
     _read_tree(run, folder / "snapshot")
+    _check_closures(run, folder / "snapshot")
     return run
 
 
@@ -147,6 +148,21 @@ def _read_tree(run: Run, snapshot: Path) -> None:
     for path, expected in sorted(run.record.manifest.items()):
         if is_subject(path) or path == "suites/claims.toml":
             _read_file(run, snapshot / path, path, expected)
+
+
+def _check_closures(run: Run, snapshot: Path) -> None:
+    """A passed test depends at least on the module level of all that its file imports: a thinner closure is a lie."""
+    reached: dict[str, set[str]] = {}
+    seen: set[tuple[str, str]] = set()
+    for row in (row for stream in run.streams for _, row, _ in stream.tests if row.outcome == "passed" and run.tree):
+        file, name = row.test.split("::")[0], run.closure_of(row)
+        if (file, name) in seen or not run.closures[name]:  # an empty one is named by the judge
+            continue
+        seen.add((file, name))
+        if file not in reached:
+            reached[file] = {f"{path}::<module>" for path in static_files(snapshot, [file], {})}
+        missing = [key.split("::")[0] for key in sorted(reached[file] - run.closures[name].keys())]
+        run.faults += [f"{row.test} recorded nothing of {path}, which it imports" for path in missing[:1]]
 
 
 def _read_file(run: Run, file: Path, path: str, expected: str) -> None:

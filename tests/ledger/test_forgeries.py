@@ -138,3 +138,32 @@ def test_a_forged_body_under_its_own_digest_is_named(root, ledger, two_files, tm
            f"UPDATE entry SET source = '{name}'")  # fmt: skip
     rechain(other)
     assert any("the chain is broken" in lie and "imported evidence" in lie for lie in verify.lies(root, other))
+
+
+def thin(made, keep):
+    """Leave only some pieces in every closure, so that nothing else could expire it."""
+    for line in made.lines("test_end", JOB):
+        line["closure"] = {key: value for key, value in line["closure"].items() if keep(key)}
+
+
+ATTACKS = {
+    "record the suite alone": (lambda made: thin(made, lambda key: key.startswith("suites/")),
+                               "recorded nothing of k3/__init__.py, which it imports"),
+    "record no constants": (lambda made: thin(made, lambda key: key != "k3/ops.py::<module>"),
+                            "recorded nothing of k3/ops.py, which it imports"),
+    "record another test's body": (lambda made: thin(made, lambda key: "::test_" not in key),
+                                   "test_grad recorded no code of its own"),
+    "say that nothing was collected": (lambda made: [line.update(collected=[]) for line in made.lines("end", JOB)],
+                                       "was planned and not collected on the node"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_evidence_that_could_not_expire_is_named(root, spool, ledger, name):
+    """A run whose records leave out what would expire or contradict them proves nothing."""
+    attack, words = ATTACKS[name]
+    made = make.run(root, spool, cells=[CELL])
+    attack(made)
+    facts = ingest(made.write(), ledger).facts
+    assert [fact.outcome for fact in facts] == ["unproven"]
+    assert words in facts[0].reason

@@ -80,7 +80,7 @@ class Survival:
     """
 
     def __init__(self):
-        self._trip = mxfp4_cpu.RoundTrip(_unscaled_table())
+        self._trip = mxfp4_cpu.RoundTrip(_large_table())
 
     def first_lost(self, pieces: Iterable[torch.Tensor], scale: torch.Tensor) -> int | None:
         """The first block that is not given back, of scales [n] and codes [n, 16] in pieces of PIECE blocks or less."""
@@ -115,7 +115,7 @@ def unpack(
     out = torch.empty(rows, BLOCK, dtype=dtype, device=packed.device)
     if dtype == torch.bfloat16 and packed.is_cpu:
         codes = codes.clone() if codes.storage_offset() % 2 else codes  # it reads two bytes at once
-        mxfp4_cpu.decode(_unscaled_table(), codes, scales, out)
+        mxfp4_cpu.decode(_large_table(), codes, scales, out)
         if (extreme := mxfp4_cpu.is_extreme(scales)).any():
             out[extreme] = _values(codes[extreme], scales[extreme], dtype)
     else:
@@ -257,9 +257,9 @@ def _pair_table(device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _unscaled_table() -> torch.Tensor:
+def _large_table() -> torch.Tensor:
     """What `mxfp4_cpu.decode` looks values up in."""
-    return mxfp4_cpu.unscaled_table(_pair_table(torch.device("cpu")).view(torch.int16).view(256, 2))
+    return mxfp4_cpu.large_table(_pair_table(torch.device("cpu")).view(torch.int16).view(256, 2))
 
 
 @cache

@@ -166,10 +166,15 @@ class Judge:
         )  # fmt: skip
 
     def witness(self, state: str, fact: Fact | None, fresh: list[Sourced]) -> str:
-        """T2 needs two sealed proofs that schedulers confirmed, under keys declared for different clusters."""
+        """T2 needs two sealed proofs that schedulers confirmed, under keys declared for different clusters.
+
+        A file that two keys sealed is one run on one cluster, whoever signed beside its owner: it is no part of it.
+        """
         if fact is None:
             return ""
-        proofs = [one for one in fresh if one.fact.outcome == "passed" and one.fact.witness == "T1" and one.keys]
+        proofs = [
+            one for one in fresh if one.fact.outcome == "passed" and one.fact.witness == "T1" and len(one.keys) == 1
+        ]
         keys = {(key, cluster) for one in proofs for key, cluster in zip(one.keys, one.clusters, strict=True)}
         apart = any(a[0] != b[0] and a[1] != b[1] and a[1] and b[1] for a in keys for b in keys)
         return "T2" if state == "proven" and apart else fact.witness

@@ -182,15 +182,18 @@ class Memory:
 
 def _place(root: Path) -> tuple[Path | None, bytes]:
     """The cache's folder and secret; no folder where there must or can be none."""
-    from ledger.signing import own_secret
+    from ledger.signing import key_folder, own_secret
 
     folder = state_dir() / "cache"
     if folder.resolve().is_relative_to(root.resolve()):
         return None, b""
     try:
-        return folder, hmac.digest(own_secret(), b"cache", "sha256")
+        secret, seen = own_secret(), os.stat(key_folder() / "secret")
     except OSError:
         return None, b""
+    if seen.st_mode & 0o077 or seen.st_uid != os.geteuid():
+        return None, b""  # who else knows it could have written the cache
+    return folder, hmac.digest(secret, b"cache", "sha256")
 
 
 def _stamp(found: os.stat_result) -> list[int]:

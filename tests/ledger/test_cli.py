@@ -123,10 +123,11 @@ def test_claims_without_any_ledger(root, capsys):
     assert "6 cells: 5 unproven, 1 needs." in capsys.readouterr().out
 
 
-READING = (["claims", "--json"], ["show"], ["why", "kda.golden"], ["query", "SELECT 1"], ["matrix"])
+READING = (["claims", "--json"], ["show"], ["why", "kda.golden"], ["query", "SELECT 1"], ["matrix"],
+           ["matrix", "--check"], ["verify"])  # fmt: skip
 
 
-@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", READING, ids=" ".join)
 def test_reading_starts_fast(root, ledger, clean, command):
     """A reading command costs less than 0.3 s of processor above a bare Python, and imports nothing heavy."""
     code = (

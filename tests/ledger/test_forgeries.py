@@ -167,3 +167,23 @@ def test_evidence_that_could_not_expire_is_named(root, spool, ledger, name):
     facts = ingest(made.write(), ledger).facts
     assert [fact.outcome for fact in facts] == ["unproven"]
     assert words in facts[0].reason
+
+
+def test_a_countersigned_file_is_not_a_second_cluster(root, spool, ledger):
+    """One run, sealed by two allowed keys that speak for two clusters, is still one run on one cluster."""
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import CryptoSigner
+
+    ingest(make.run(root, spool, cells=[CELL], scheduler="slurm").write(), ledger)
+    export.export(root, ledger)
+    second = CryptoSigner.generate_ed25519()
+    for signer, name in ((signing.own_signer(), "alpha"), (second, "beta")):
+        key = signing.public_file(signer, name, f"cluster-{name}")
+        (root / "ledger" / "keys" / f"{name}.json").write_bytes(encode(key))
+    file = next((root / "ledger" / "evidence").glob("*.jsonl"))
+    *lines, last = file.read_bytes().rstrip(b"\n").split(b"\n")
+    envelope = Envelope.from_dict(json.loads(last)["envelope"])
+    envelope.sign(second)
+    file.write_bytes(b"\n".join([*lines, encode({"envelope": envelope.to_dict()})]) + b"\n")
+    found = next(s for s in statuses(root, evidence=file.parent) if s.topology == "gloo2")
+    assert (found.state, found.sealed, found.witness) == ("proven", True, "T1")

@@ -4,6 +4,8 @@ The command runs in this process through its entry point; its exit code and file
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -154,6 +156,38 @@ def test_interrupted_validation_goes_on(release):
     assert code == 0 and 3 <= report["resumed_shards"] <= 6
     assert sum(sum(by.values()) for by in report["coverage"].values()) == report["keys"]
     assert not (release.parent / "report.json.progress").exists()
+
+
+def _validate_and_die(folder, shards, torn):
+    """Validate in a process that is killed once it has noted so many shards, in the middle of the next note."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    add = payloads.Finished.add
+
+    def dying(self, file, coverage):
+        if len(self.files) == shards:
+            with self.path.open("a") as log:
+                log.write(torn)
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, file, coverage)
+
+    payloads.Finished.add = dying
+    try:
+        _run(folder, "--jobs", "1")
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("shards", [0, 3, 6])
+def test_killed_validation_goes_on(shards, release):
+    """Killed after some shards it leaves no report; the next run reads only the others, and its report is complete."""
+    expected = _run(release)[1] | {"resumed_shards": shards, "duration_s": 0}
+    (release.parent / "report.json").unlink()
+    assert _validate_and_die(release, shards, '{"identity": "') == -signal.SIGKILL
+    assert not (release.parent / "report.json").exists()
+    code, report = _run(release)
+    assert code == 0 and report | {"duration_s": 0} == expected
 
 
 @pytest.mark.parametrize("target", ["bf16", "mxfp4"])

@@ -1,10 +1,12 @@
 """`k3-harness tune`: warm the kernels' tuned configurations and binaries, and keep them where jobs will find them.
 
-The folder is the cluster profile's `cache_folders.TRITON_CACHE_DIR`. Three stages run the GPU suites themselves, so
-what is warm is exactly what jobs will ask for: workers compile every candidate side by side, one process measures
-them alone, benchmarks first, and a last warm run shows which entries are used; the rest is deleted. `fla/` below the
-folder holds the choices in fla's own form, which serve packed batches and states too; the profile's environment turns
-them on with FLA_CACHE_MODE=full and FLA_CONFIG_DIR. `tuned.json` says for which GPU and toolchain this was made.
+The folder is the cluster profile's `cache_folders.TRITON_CACHE_DIR`. Three stages run GPU suites themselves (default:
+those of the claims; `suites/tune_training.py` holds what training at full width needs alone), so what is warm is what
+jobs will ask for: workers compile every candidate side by side, one process measures them alone, benchmarks first, and
+a last warm run shows which entries are used; the rest is deleted. `fla/` below the folder holds the choices in fla's
+own form, which serve packed batches and states too; the profile's environment turns them on with FLA_CACHE_MODE=full
+and FLA_CONFIG_DIR. Entries name their own folder, so it must not move. `tuned.json` says for which GPU and toolchain
+this was made.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ VARIABLE = "TRITON_CACHE_DIR"
 NOTE, FLA = "tuned.json", "fla"
 INTERMEDIATE = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # four fifths of the bytes of an entry
 PLUGINS = ("pytest_timeout", "pytest_benchmark.plugin", "suites.warm")
-# Left out of the compiling stage: the kernels of smaller tests again, with the memory of a GPU for each worker.
-SMALL = "not 32768 and not 4096 and not bench_model"
+# One compiling worker takes the models that fill a GPU. Long sequences launch the kernels of shorter ones again.
+LARGE = "bench_model or test_training_step"
+SMALL = f"not 32768 and not 4096 and not ({LARGE})"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,7 @@ def command(options: argparse.Namespace) -> int:
     if code := run_tests(sorted(files, key=lambda file: "bench" not in file), folder):
         return code
     write_fla_configs(folder)
+    choices = digest(folder)
     _stage("replay", started)
     trace, began = folder / "used.txt", time.monotonic()
     trace.unlink(missing_ok=True)
@@ -63,7 +67,7 @@ def command(options: argparse.Namespace) -> int:
         prune(folder, set(trace.read_text().split()))
     trace.unlink(missing_ok=True)
     note = {"gpu": taken.gpus[0]["name"], "driver": taken.driver, "toolchain": taken.toolchain, "ptxas": taken.ptxas}
-    note |= {"choices": digest(folder), "files": files, "warm_s": round(time.monotonic() - began, 1)}
+    note |= {"choices": choices, "files": files, "warm_s": round(time.monotonic() - began, 1)}
     (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n")
     print(f"{folder.name}: {size_bytes(folder) / 2**20:.1f} MiB, choices {note['choices'][:12]}")
     return code
@@ -87,9 +91,13 @@ def gpu_files(root: Path) -> list[str]:
 
 def compile_all(files: list[str], folder: Path, workers: int) -> None:
     """Compile every candidate of `files` in the cache with `workers` processes; none is measured."""
-    started = [_start(files, folder, f"compile:{i}/{workers}", ["-k", SMALL]) for i in range(workers)]
-    for process in started:
+    began = time.monotonic()
+    chosen = [LARGE] + [SMALL] * (workers - 1) if workers > 1 else [f"{LARGE} or ({SMALL})"]
+    started = [_start(files, folder, f"compile:{i}/{workers}", ["-k", tests]) for i, tests in enumerate(chosen)]
+    for left, process in zip(reversed(range(workers)), started, strict=True):
         process.wait()
+        binaries = len(list(folder.glob("*/*.cubin")))
+        print(f"compile: {binaries} binaries after {time.monotonic() - began:.1f} s, {left} workers left", flush=True)
 
 
 def run_tests(files: list[str], folder: Path, warm: str = "") -> int:

@@ -63,6 +63,7 @@ class Judge:
 
     def __init__(self, claims: claimfile.ClaimFile, tree: Tree, facts: Facts):
         self.claims, self.tree, self.facts, self.memory = claims, tree, facts, tree.memory
+        self.last_words: dict[str, list[Fact]] = {}  # by claim, of its sabotages
         self.now = time.time()
 
     def status(self, claim: Claim, topology: Topology) -> ClaimStatus:
@@ -141,6 +142,11 @@ class Judge:
 
     def counted(self, claim: Claim) -> list[Fact]:
         """The last word of each (sabotage, topology) under these very tests."""
+        if claim.id not in self.last_words:
+            self.last_words[claim.id] = self._counted(claim)
+        return self.last_words[claim.id]
+
+    def _counted(self, claim: Claim) -> list[Fact]:
         last: dict[tuple[str, str], Fact] = {}
         for fact in sorted(self.facts.sabotage.get(claim.id, []), key=lambda f: f.created_at):
             if fact.outcome != "unproven" and fact.claim_digest == claim_digest(claim) and self.same_tests(fact):
@@ -161,6 +167,7 @@ class Judge:
             ranks=graded.ranks if graded else topology.ranks,
             transport=graded.transport if graded else topology.backend,
             scope=claim.scope, kill_rate=rate, expired_by=expired_by,
+            kills_sealed=all(fact.run in self.facts.sealed for fact in self.counted(claim)),
             witness=self.witness(state, graded, fresh), sealed=bool(one and one.keys and graded),
             toolchain=graded.toolchain if graded else "", run=fact.run if fact else "",
         )  # fmt: skip

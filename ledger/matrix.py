@@ -55,7 +55,7 @@ def summary(found: list[ClaimStatus]) -> str:
 
 
 def _row(status: ClaimStatus, flags: Sequence[Window]) -> str:
-    kills = "" if status.kill_rate is None else f"{status.kill_rate:.0%}"
+    kills = "" if status.kill_rate is None else f"{status.kill_rate:.0%}{'' if status.kills_sealed else ' unsealed'}"
     cells = [f"`{status.id}` {_plain(status.text)}", where(status), _state(status, flags), grade(status), kills]
     return f"| {' | '.join(cells)} |"
 

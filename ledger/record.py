@@ -295,6 +295,7 @@ class ClaimStatus(Record, kw_only=True):
     witness: Literal["", "T0", "T1", "T2"] = ""
     sealed: bool = False
     kill_rate: float | None = None
+    kills_sealed: bool = True  # whether a listed key signed all that the rate is made of
     toolchain: str = ""
     run: str = ""
     expired_by: str = ""

@@ -34,6 +34,7 @@ class Facts:
     def __init__(self) -> None:
         self.real: dict[tuple[str, str], list[Sourced]] = {}
         self.sabotage: dict[str, list[Fact]] = {}  # claim -> facts of sabotage runs
+        self.sealed: set[str] = set()  # sabotage runs that an allowed key sealed
         self.closures: dict[str, dict[str, str]] = {}
         self.loaders: list = []
 
@@ -41,6 +42,7 @@ class Facts:
         for one in found:
             if one.fact.sabotage:
                 self.sabotage.setdefault(one.fact.claim, []).append(one.fact)
+                self.sealed |= {one.fact.run} if one.keys else set()
             else:
                 self.real.setdefault((one.fact.claim, one.fact.topology), []).append(one)
 
@@ -129,6 +131,7 @@ def merge(target: Facts, other: Facts) -> Facts:
     for claim, found in other.sabotage.items():
         known = {(f.run, f.topology, f.outcome): f for f in [*target.sabotage.get(claim, []), *found]}
         target.sabotage[claim] = list(known.values())
+    target.sealed |= other.sealed
     target.loaders += other.loaders
     target.closures |= other.closures
     return target

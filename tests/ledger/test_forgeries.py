@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ledger import chain, export, signing, verify
+from ledger import chain, export, matrix, signing, verify
 from ledger.claims import statuses
 from ledger.ingest import ingest
 from ledger.record import encode
@@ -187,3 +187,17 @@ def test_a_countersigned_file_is_not_a_second_cluster(root, spool, ledger):
     file.write_bytes(b"\n".join([*lines, encode({"envelope": envelope.to_dict()})]) + b"\n")
     found = next(s for s in statuses(root, evidence=file.parent) if s.topology == "gloo2")
     assert (found.state, found.sealed, found.witness) == ("proven", True, "T1")
+
+
+def test_kills_that_nobody_signed_are_marked(root, spool, ledger):
+    """A kill rate raised by an unsigned file of a sabotage run says so beside the number."""
+    allow(root)
+    rows = []
+    for number, signed in ((1, True), (2, False)):
+        noticed = make.run(root, spool, cells=[CELL], number=number, sabotage="scan.off_by_one")
+        noticed.lines("test_end", JOB, 1)[0]["outcome"] = "failed" if number == 2 else "passed"
+        ingest(noticed.write(), ledger)
+        export.export(root, ledger, [noticed.head["run"]], signed=signed)
+        found = statuses(root, evidence=root / "ledger" / "evidence")
+        rows.append(next(line for line in matrix.block(found).splitlines() if "| cpu 2 ranks, gloo |" in line))
+    assert [row.rsplit("|", 2)[1].strip() for row in rows] == ["0%", "100% unsealed"]

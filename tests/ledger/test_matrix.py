@@ -162,7 +162,7 @@ def test_survivors_are_listed_with_their_reason(root, spool, ledger, capsys, sab
     text = (root / "README.md").read_text()
     row = next(line for line in text.splitlines() if f"| `{sabotage}` |" in line)
     assert why in row
-    assert "kill rate 0% is below the declared 95% | proxy | 0% |" in text
+    assert "kill rate 0% is below the declared 95% | proxy | 0% unsealed |" in text
     main(["why", "kda.golden", "--root", str(root)])
     assert f"survived: {sabotage} (" in capsys.readouterr().out
 
@@ -177,4 +177,4 @@ def test_no_survivors_no_table(root, spool, ledger):
     main(["matrix", "--write", "--root", str(root)])
     text = (root / "README.md").read_text()
     assert "**survivors**" not in text
-    assert "| 100% |" in text
+    assert "| 100% unsealed |" in text

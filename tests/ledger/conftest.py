@@ -34,3 +34,10 @@ def clean(root, spool, ledger):
     made = make.run(root, spool)
     ingest(made.write(), ledger)
     return made
+
+
+@pytest.fixture(params=["cold", "warm"])
+def cold_and_warm(request, monkeypatch):
+    """Every attack twice: on files just written, which are always read, and as if all had been remembered long ago."""
+    if request.param == "warm":
+        monkeypatch.setattr("ledger.memory.RACY_NS", 0)

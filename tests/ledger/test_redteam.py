@@ -19,14 +19,7 @@ from ledger.record import encode
 from ledger.runs import IngestError
 from tests.ledger import make
 
-
-@pytest.fixture(params=["cold", "warm"], autouse=True)
-def cache(request, monkeypatch):
-    """Every attack twice: on files just written, which are always read, and as if all had been remembered long ago."""
-    if request.param == "warm":
-        monkeypatch.setattr("ledger.memory.RACY_NS", 0)
-
-
+pytestmark = pytest.mark.usefixtures("cold_and_warm")
 JOB = "gloo2.kda.golden"
 CELL = ("kda.golden", "gloo2")
 

@@ -30,7 +30,7 @@ NOTE, FLA = "tuned.json", "fla"
 INTERMEDIATE = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # four fifths of the bytes of an entry
 PLUGINS = ("pytest_timeout", "pytest_benchmark.plugin", "suites.warm")
 # One compiling worker takes the models that fill a GPU. Long sequences launch the kernels of shorter ones again.
-LARGE = "bench_model or test_training_step"
+LARGE = "bench_model or gpu_model or test_training_step"
 SMALL = f"not 32768 and not 4096 and not ({LARGE})"
 
 

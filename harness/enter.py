@@ -7,8 +7,10 @@ number, and tells the others through the spool.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ EX_IOERR = 74
 # Left by a surrounding job or an earlier one, and not meant for this one.
 LEAKS = ("TRITON_CACHE", "TORCHINDUCTOR_CACHE", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "TORCHELASTIC_")
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PORTS = (12000, 30000)
 PRIVATE_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
@@ -133,10 +136,14 @@ def scheduler_address(node: str) -> str:
     return words.get("NodeAddr", "")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "") -> int:
+    """A TCP port that nothing listens on now, below those that systems give to outgoing connections meanwhile."""
+    for _ in range(100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(*PORTS)
+            probe.bind((host, port))
+            return port
+    raise OSError(f"no free port found from {PORTS[0]} to {PORTS[1]}")
 
 
 def environment(table: dict, claim: dict, job_dir: Path) -> dict[str, str]:

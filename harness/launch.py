@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness import beat, process
 from harness.blame import Watched, find_fault, first, hung
+from harness.enter import free_port
 from harness.revision import search_path
 from harness.spec import Fault, JobSpec, LaunchRecord, load, store
 
@@ -190,13 +191,6 @@ def rank_environment(spec: JobSpec, job_dir: Path, *, rank: int, local_rank: int
     return env | json.loads(env.pop("K3_SITE_ENV", "{}")) | spec.env
 
 
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def node_name() -> str:
     """The scheduler's name for this node, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -220,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     job_dir = options.job_dir.resolve()
     nodes = int(os.environ.get("K3_NODES", "1"))
     if nodes == 1:
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
     spec = load(job_dir / "spec.json", JobSpec)
     launch = Launch(job_dir, options.attempt, spec, node_rank=int(os.environ.get("K3_NODE_RANK", "0")), nodes=nodes)
     return launch.run()

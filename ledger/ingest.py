@@ -76,18 +76,24 @@ class _Writer:
         last = self.db.execute("SELECT max(generation) FROM entry WHERE run = ? AND source = ''", (self.id,)).fetchone()
         self.generation = 0 if last[0] is None else last[0] + 1
         jobs, streams = self.new_jobs(), self.new_streams()
-        if known and not jobs and not streams:
+        judged = facts(self.run, last_known(self.db))
+        if known and not jobs and not streams and not self.is_judged_anew(judged):
             return self.report((), 0, 0)
         if not known:
             self.insert_run()
         for job in jobs:
             self.insert_job(job)
         count = sum(self.insert_stream(stream) for stream in streams)
-        judged = facts(self.run, last_known(self.db))
         insert_facts(self.db, judged, "", self.generation, self.closure)
         self.content.add("facts", judged)
         append_entry(self.db, self.id, "", self.generation, self.run.faults, self.content.digest())
         return self.report(tuple(judged), len(jobs), len(streams), count)
+
+    def is_judged_anew(self, judged: list[Fact]) -> bool:
+        """Whether a later version of the judge says what is not stored; failures are charged by what was known then."""
+        query = "SELECT body FROM fact WHERE run = ? AND source = '' AND generation = ?"
+        stored = {body for (body,) in self.db.execute(query, (self.id, self.generation - 1))}
+        return any(fact.outcome != "failed" and encode(fact).decode() not in stored for fact in judged)
 
     def check_identity(self, known) -> None:
         head = self.run.record

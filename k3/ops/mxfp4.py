@@ -62,6 +62,7 @@ def pack_like(
 
     Packing what `unpack` gave with its own scales therefore returns the source bytes.
     """
+    announce("torch.mxfp4_pack")
     blocks, scale = _blocks(weight.detach()), source_scale.reshape(-1).clone()
     packed = _codes_under(blocks, scale)
     bits = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32

@@ -106,7 +106,7 @@ class _Work:
         np.subtract(bits, self.lanes.numpy(), out=out)
 
     def decode(self, table: torch.Tensor, codes: torch.Tensor, lower: torch.Tensor, out: torch.Tensor) -> None:
-        self.index.copy_(codes.view(torch.uint16).view(-1))
+        self.index.copy_(codes.contiguous().view(torch.uint16).view(-1))
         torch.index_select(table, 0, self.index, out=out.view(torch.int64).view(-1))
         bits = out.view(torch.int16).numpy()
         self.lower(bits, lower, out=bits)

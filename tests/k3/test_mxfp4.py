@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from k3.ops import mxfp4
+from k3.paths import listen
 
 
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil6"])
@@ -45,6 +46,21 @@ def test_codes_may_start_at_an_odd_byte():
     stored = torch.randint(0, 256, (33,), dtype=torch.uint8, generator=torch.Generator().manual_seed(14))
     scale = torch.tensor([120, 125], dtype=torch.uint8)
     assert torch.equal(mxfp4.unpack(stored[1:], scale), mxfp4.unpack_naive(stored[1:], scale))
+
+
+def test_codes_may_be_columns_of_a_wider_matrix():
+    """A rank's columns of a packed weight, which lie apart in memory, decode as their copy does, and pack back."""
+    random = torch.Generator().manual_seed(16)
+    packed = torch.randint(0, 256, (6, 64), dtype=torch.uint8, generator=random)
+    scale = torch.randint(100, 140, (6, 4), dtype=torch.uint8, generator=random)
+    mine, mine_scale = packed[:, 16:48], scale[:, 1:3]
+    values = mxfp4.unpack(mine, mine_scale)
+    assert torch.equal(values, mxfp4.unpack(mine.contiguous(), mine_scale.contiguous()))
+    heard: list[str] = []
+    with listen(heard.append):
+        again = mxfp4.pack_like(values, mine_scale)
+    assert torch.equal(again[0], mine) and torch.equal(again[1], mine_scale)
+    assert "torch.mxfp4_pack" in heard
 
 
 @pytest.mark.parametrize("rows", [mxfp4.PIECE - 1, mxfp4.PIECE + 1])

@@ -4,6 +4,8 @@ import pytest
 
 from ledger.claims import statuses
 from ledger.ingest import ingest
+from ledger.paths import _kernel_fault
+from ledger.record import Topology
 from tests.ledger import make
 
 CELL = ("kda.golden", "gloo2")
@@ -182,6 +184,20 @@ def test_other_path_is_unproven(root, spool, ledger):
     found = status(root, ledger)
     assert found.state == "unproven"
     assert found.reason == "fell back to torch.slow on rank 1; the claim is about torch.kda"
+
+
+@pytest.mark.parametrize(
+    ("path", "kernel", "fault"),
+    [
+        ("fla.cross_entropy", "cross_entropy_fwd_kernel", ""),
+        ("fla.cross_entropy", "chunk_kda_fwd_kernel", "fla.cross_entropy and the profiler saw no kernel of it"),
+        ("triton.situ", "vectorized_elementwise_kernel", "triton.situ and the profiler saw no kernel of it"),
+        ("torch.kda", "anything", ""),
+    ],
+)
+def test_a_kernel_fits_its_path(path, kernel, fault):
+    """On a GPU an announced library path needs a kernel of its own among those that the profiler saw."""
+    assert _kernel_fault(path, Topology(name="t", device="cuda"), {kernel}) == (f"announced {fault}" if fault else "")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from ledger.db import LedgerError
 from ledger.ingest import ingest
 from ledger.record import Measure
 from ledger.runs import IngestError
+from ledger.verify import lies
 from tests.ledger import make
 
 
@@ -37,6 +38,18 @@ def test_grows_with_the_run(root, spool, ledger):
     done = ingest(made.folder, ledger)
     assert (done.waiting, done.jobs, done.records) == ((), 1, 1)
     assert [f.outcome for f in done.facts] == ["passed", "passed"]
+
+
+def test_judged_anew(root, spool, ledger, monkeypatch):
+    """A run that an earlier judge thought less of is judged anew when it is collected again, and no lie remains."""
+    folder = make.run(root, spool).write()
+    with monkeypatch.context() as earlier:
+        earlier.setattr("ledger.judge.path_faults", lambda *_: ["no such kernel"])
+        assert [fact.outcome for fact in ingest(folder, ledger).facts] == ["unproven"]
+    assert any("not as stored" in lie for lie in lies(root, ledger=ledger))
+    assert [fact.outcome for fact in ingest(folder, ledger).facts] == ["passed"]
+    assert not list(lies(root, ledger=ledger))
+    assert not ingest(folder, ledger).facts
 
 
 def test_rebuilds_from_directories(root, spool, tmp_path):

@@ -234,7 +234,8 @@ def test_container_shards_and_site_packages(home, tmp_path):
     suite = "import pytest, only_here\nfrom k3.math import double\n@pytest.mark.parametrize('x', [1, 2, 3])\n"
     home.write("suites/toy.py", f"{suite}def test_double(x):\n    assert double(x) == 2 * x\n")
     with open(home.root.parent / "lab.toml", "a") as file:
-        file.write(f'container = "unshare --mount --"\ntests_per_job = 1\n[environment]\nPYTHONPATH = "{tmp_path}/site"\n')
+        file.write('container = "unshare --mount --"\ntests_per_job = 1\n')
+        file.write(f'[environment]\nPYTHONPATH = "{tmp_path}/site"\n')
     with_site = replace(home, more={"PYTHONPATH": f"{home.root}:{tmp_path}/site"})
     harness(with_site, "run", "quick", *profile(home))
     cell = claims(home)["toy.double"]

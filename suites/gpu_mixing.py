@@ -71,11 +71,11 @@ def attention_inputs(queries: int, keys: int, heads: int = 96) -> dict[str, torc
     }  # fmt: skip
 
 
-def compare_attention(inputs: dict[str, torch.Tensor]) -> None:
+def compare_attention(inputs: dict[str, torch.Tensor], cu_seqlens=None) -> None:
     """Output and gradients of cuDNN's kernel against eager attention in float64."""
     x, y = leaves(inputs), leaves(inputs, torch.float64)
-    found = attention(**x, backend="cudnn")
-    wanted = attention(**y, backend="torch_eager")
+    found = attention(**x, cu_seqlens=cu_seqlens, backend="cudnn")
+    wanted = attention(**y, cu_seqlens=cu_seqlens, backend="torch_eager")
     upstream = Draw(6).normal(*found.shape)
     mine, exact = gradients(found, x, upstream), gradients(wanted, y, upstream.double())
     within({"out": (found, wanted)} | paired(mine, exact), {"out": 5e-3} | dict.fromkeys(mine, 1.5e-2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tarfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from harness import planning, revision, spool
 from harness.spec import HarnessError, JobSpec, load, store
@@ -88,13 +88,22 @@ def unpack(file: Path, folder: Path) -> Path:
             if (folder / name).exists():
                 raise HarnessError(f"{folder / name} exists already; go on with k3-harness collect {name}")
             folder.mkdir(parents=True, exist_ok=True)
-            archive.extractall(folder, filter="data")
+            _extract(archive, folder)
     except (tarfile.TarError, EOFError) as error:
         raise HarnessError(f"{file} cannot be read as a packed run: {error}; carry it over again") from error
     if faults := damage(folder / name):
         shutil.rmtree(folder / name)
         raise HarnessError(f"{file} is not what was packed: {', '.join(faults[:3])}; carry it over again")
     return folder / name
+
+
+def _extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Plain files and folders, each inside `folder`, or nothing. Before Python 3.11.4 tarfile has no filter for it."""
+    for member in archive:
+        path = PurePosixPath(member.name)
+        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise HarnessError(f"{archive.name} holds {member.name}, which is no plain file of the run; carry it again")
+    archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
 
 
 def damage(run_dir: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tarfile
 
 import pytest
 
@@ -62,6 +63,23 @@ def test_edited_on_the_way(home, old, new, text):
     packed(home).write_bytes(gzip.compress(raw.replace(old, new)))
     done = home.run("exec", str(packed(home)))
     assert done.returncode == 2 and text in done.stderr
+    assert home.runs == []
+
+
+@pytest.mark.parametrize("kind", ["outside", "link"])
+def test_escape(home, tmp_path, kind):
+    """A pack with a file beside the run, or with a link in it, is refused by name, and nothing is written."""
+    evil = tmp_path / "evil.tar.gz"
+    with tarfile.open(packed(home)) as old, tarfile.open(evil, "w:gz") as new:
+        for member in old:
+            new.addfile(member, old.extractfile(member) if member.isfile() else None)
+        name = "../beside" if kind == "outside" else f"{old.getnames()[0]}/beside"
+        extra = tarfile.TarInfo(name)
+        if kind == "link":
+            extra.type, extra.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        new.addfile(extra)
+    done = home.run("exec", str(evil))
+    assert done.returncode == 2 and "beside, which is no plain file of the run" in done.stderr, done.stderr
     assert home.runs == []
 
 

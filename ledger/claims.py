@@ -64,6 +64,7 @@ class Judge:
     def __init__(self, claims: claimfile.ClaimFile, tree: Tree, facts: Facts):
         self.claims, self.tree, self.facts, self.memory = claims, tree, facts, tree.memory
         self.last_words: dict[str, list[Fact]] = {}  # by claim, of its sabotages
+        self.tests_are_here: dict[str, bool] = {}  # by closure digest: whether its suites are those of the tree
         self.now = time.time()
 
     def status(self, claim: Claim, topology: Topology) -> ClaimStatus:
@@ -94,7 +95,8 @@ class Judge:
             return f"recorder version {fact.recorder}; now {RECORDER_VERSION}"
         if fact.claim_digest != claim_digest(claim):
             return "suites/claims.toml: the claim's text, tests or paths changed"
-        return self.tree.difference(self.facts.closure(fact.closure), fact.closure)
+        known = self.tree.seen.get(fact.closure)
+        return self.tree.difference(self.facts.closure(fact.closure), fact.closure) if known is None else known
 
     def standing(self, fresh: list[Sourced]):
         """The verdict of facts about this very code, for the toolchain that was tried last; None if there is none."""
@@ -154,9 +156,11 @@ class Judge:
         return list(last.values())
 
     def same_tests(self, fact: Fact) -> bool:
-        closure = self.facts.closure(fact.closure)
-        suites = {key: value for key, value in closure.items() if key.startswith("suites/")}
-        return not self.tree.difference(suites)
+        if fact.closure not in self.tests_are_here:
+            closure = self.facts.closure(fact.closure)
+            suites = {key: value for key, value in closure.items() if key.startswith("suites/")}
+            self.tests_are_here[fact.closure] = not self.tree.difference(suites)
+        return self.tests_are_here[fact.closure]
 
     def render(self, claim, topology, state, reason, one, expired_by, fresh, rate) -> ClaimStatus:
         fact = one.fact if one else None

@@ -119,6 +119,18 @@ def test_mismatch_is_named_and_not_reported(release, change, named, capsys):
     assert named in capsys.readouterr().err
 
 
+def test_key_beyond_the_model_is_named(release, capsys):
+    """A tensor that the model has no place for, in its shard and in the index alike, fails by name."""
+    extra, path = LAYER + "1.self_attn.unheard_of.weight", release / INDEX_FILE
+    _change(release, lambda t: t.update({extra: torch.zeros(2, dtype=torch.bfloat16)}))
+    index = json.loads(path.read_text())
+    index["weight_map"][extra] = SHARD
+    path.write_text(json.dumps(index))
+    code, report = _run(release)
+    assert code == 1 and report is None
+    assert f"1 extra:\n  {extra}" in capsys.readouterr().err
+
+
 def test_headers_only_says_what_it_does_not_prove(release):
     """With --headers-only a changed payload passes, and the report says that no payload was read."""
     _change(release, lambda t: t[PAIR + "_scale"].fill_(255))

@@ -48,12 +48,13 @@ def test_codes_may_start_at_an_odd_byte():
     assert torch.equal(mxfp4.unpack(stored[1:], scale), mxfp4.unpack_naive(stored[1:], scale))
 
 
-def test_codes_may_be_columns_of_a_wider_matrix():
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_codes_may_be_columns_of_a_wider_matrix(blocks):
     """A rank's columns of a packed weight, which lie apart in memory, decode as their copy does, and pack back."""
     random = torch.Generator().manual_seed(16)
     packed = torch.randint(0, 256, (6, 64), dtype=torch.uint8, generator=random)
     scale = torch.randint(100, 140, (6, 4), dtype=torch.uint8, generator=random)
-    mine, mine_scale = packed[:, 16:48], scale[:, 1:3]
+    mine, mine_scale = packed[:, 16 : 16 * (1 + blocks)], scale[:, 1 : 1 + blocks]
     values = mxfp4.unpack(mine, mine_scale)
     assert torch.equal(values, mxfp4.unpack(mine.contiguous(), mine_scale.contiguous()))
     heard: list[str] = []

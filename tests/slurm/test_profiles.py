@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,12 @@ def test_site_packages_survive(tmp_path, monkeypatch, declared):
     found = env["PYTHONPATH"].split(":")
     assert found == [str(tmp_path / "run1/snapshot"), *(["/mine"] if declared else []), "/site/packages"]
     assert "PYTHONPATH" not in json.loads(env["K3_SITE_ENV"])
+
+
+def test_ports_are_not_those_of_outgoing_connections():
+    """A rendezvous port cannot be given to another process's connection before rank 0 listens on it."""
+    (low, _) = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert all(1024 < enter.free_port("127.0.0.1") < low for _ in range(200))
 
 
 def test_restart_numbers(tmp_path):
